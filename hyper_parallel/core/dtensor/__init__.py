@@ -3,12 +3,12 @@
     text, convert -> layout -> spelling -> ownership
     layout, convert -> core.mesh -> core.common
 
-ownership       who owns which slice: arithmetic on ints, for one rank or for all
-spelling        alias entries, reductions, tensor maps, dicts and torch's placements, read and written
+ownership       the slice of each rank: arithmetic on ints, for one rank or for all
+spelling        readers and writers of alias entries, reductions, tensor maps, dicts and torch's placements
 layout          `Layout`, the value
-convert         a layout as the placements and the mesh of a DTensor
+convert         the placements and the mesh of a DTensor with a layout
 text            meshes and layouts as typed on a command line
-dtensor, placement_types    torch's own types, under the paths that users know
+dtensor, placement_types    torch's types, under the paths of the existing library
 """
 
 from hyper_parallel.core.dtensor.convert import in_split_order, layout_of, to_placements, to_torch

@@ -1,8 +1,8 @@
-"""Layouts as torch has them: the placements and the mesh of a DTensor, and DTensors made of parts.
+"""Conversion of layouts to torch: placements and meshes of DTensors, and DTensors made of parts.
 
-A DTensor can say less than a layout. Where several axes split one dim in another order than the mesh's, torch has
-strided shards. They are right when the split is even; when it is not, torch contradicts itself. Then the DTensor is put
-on a mesh whose axes are in the order of the splits, made of the same process groups, on which `Shard` is enough.
+A DTensor can express less than a layout. If several axes split one dim against mesh order, torch uses strided shards.
+They are right for even splits, but for uneven splits torch contradicts itself. Such a DTensor gets a mesh of the same
+process groups with its axes in the order of the splits, because there `Shard` is enough.
 """
 
 import math
@@ -53,9 +53,9 @@ def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placemen
 
 
 def to_torch(layout: Layout, global_shape: Sequence[int]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and the placements of a DTensor with this layout; nothing is communicated.
+    """Return the mesh and the placements of a DTensor with this layout, without communication.
 
-    The mesh is the layout's own, unless an uneven split runs against its order: then it is one of the same ranks and
+    The mesh is the layout's own, unless an uneven split runs against its order. Then it is a mesh of the same ranks and
     process groups with its axes in split order, and all shards are plain. Equal arguments give equal meshes.
 
     Args:
@@ -65,7 +65,7 @@ def to_torch(layout: Layout, global_shape: Sequence[int]) -> tuple[DeviceMesh, t
     Raises:
         TypeError: a size that is no int.
         ValueError: no mesh; several kinds of reduction pending; more entries than dims; an uneven split against mesh
-            order on a mesh that the calling rank is not on.
+            order on a mesh without the calling rank.
     """
     shape = check_shape(global_shape)
     resolved = _check_reductions(layout).placement_to_tensor_map(len(shape))
@@ -89,7 +89,7 @@ def in_split_order(layout: Layout, ndim: int) -> Layout:
     >>> in_split_order(layout, 2)
     Layout((2, 3), ('tp', 'dp'), (0, 2, 4, 1, 3, 5))(('tp', 'dp'), 'None')
 
-    A layout that is in order already is returned as it is. The result has no `mesh`; see `to_torch` for one that has.
+    A layout in split order is returned unchanged. The result has no `mesh`; `to_torch` returns one.
 
     Args:
         layout: a layout with an assignment.
@@ -130,7 +130,7 @@ def _check_even(asked: str, layout: Layout, shape: Sequence[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def torch_form(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
-    """Return torch's placements for a layout, and the order of axes that they are for if it is not the mesh's own."""
+    """Return torch's placements for a layout, and their order of axes if it is not the mesh's."""
     plain = in_split_order(layout, len(shape))
     try:
         return None, to_placements(layout, shape)
@@ -141,7 +141,7 @@ def torch_form(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[str, ...] 
 
 
 def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """Return a DTensor of a rank's part; nothing is checked and nothing communicated."""
+    """Wrap a rank's part as a DTensor, without checks and without communication."""
     names, placements = torch_form(layout, tuple(shape))
     mesh = layout.mesh
     assert mesh is not None, "the layout has been given a mesh"
@@ -153,15 +153,15 @@ def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides of the full tensor as those of a part are: dims in the same order, and gaps where it has gaps.
+    """Return strides for the full tensor in the memory format of a part: the same order of dims and the same gaps.
 
-    torch asks them, and not the part's, whether a view will do.
+    torch decides by these strides, not the part's, whether a view is possible.
     """
     if local.is_contiguous() or local.dim() != len(shape):
         return contiguous_stride(shape)
     strides, behind = list(local.stride()), 1
     for dim in reversed(range(local.dim())):
-        if local.size(dim) == 1:  # then it may be anything
+        if local.size(dim) == 1:  # torch ignores the stride of a dim of size 1
             strides[dim] = behind
         behind = max(behind, strides[dim] * local.size(dim))
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
@@ -179,16 +179,16 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_tensor(x: DTensor) -> torch.Tensor:
-    """Return the local tensor of x, with its gradient, once its communication is complete."""
+    """Return the local tensor of x, with its gradient, after its communication is complete."""
     local = x.to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def on_mesh_device(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return a local tensor where the groups of its mesh communicate; itself if it is there, or on meta.
+    """Move a local tensor to the device of its mesh's process groups, unless it is there or on meta.
 
-    A shard may be kept on the host. And torch puts what its operators return for a rank off the mesh there, whatever
-    the mesh's device: with nothing but nccl or hccl an empty tensor on the CPU cannot even be received into.
+    A shard may be kept on the host. On ranks outside of the mesh, torch puts results on the CPU, whatever the mesh's
+    device. With nccl or hccl alone, an empty CPU tensor cannot even be received into.
     """
     if local.device.type in (mesh.device_type, "meta"):
         return local
@@ -196,5 +196,5 @@ def on_mesh_device(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def device_of(local: torch.Tensor, mesh: DeviceMesh) -> torch.device:
-    """Return where a rank with this local tensor communicates over a mesh: there, if its mesh is of such devices."""
+    """Return the device on which a rank with this local tensor communicates over a mesh."""
     return local.device if local.device.type == mesh.device_type else get_platform(mesh.device_type).device()

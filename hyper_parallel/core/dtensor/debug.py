@@ -1,4 +1,4 @@
-"""torch's own counter of collectives, under the path that users of the existing library know."""
+"""torch's counter of collectives, under the path of the existing library."""
 
 from torch.distributed.tensor.debug import CommDebugMode
 

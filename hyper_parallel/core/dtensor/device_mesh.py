@@ -1,4 +1,4 @@
-"""torch's own meshes, under the path that users of the existing library know."""
+"""torch's meshes, under the path of the existing library."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -1,4 +1,4 @@
-"""torch's own DTensor and its functions, under the path that users of the existing library know."""
+"""torch's DTensor and its functions, under the path of the existing library."""
 
 from contextlib import nullcontext
 
@@ -8,7 +8,7 @@ __all__ = ["DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_te
 
 
 class SkipDTensorDispatch(nullcontext[None]):
-    """Without effect: backward passes and optimizers take DTensors as they are.
+    """Context manager without effect, because backward passes and optimizers accept DTensors.
 
-    Code that is to compute on a rank's own part takes `to_local()`.
+    Code that computes on a rank's part calls `to_local()`.
     """

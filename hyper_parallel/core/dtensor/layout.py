@@ -1,4 +1,4 @@
-"""The Layout: a value that says which rank holds which part of a tensor."""
+"""Layouts: values that map each rank to its part of a tensor."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from hyper_parallel.core.mesh.device_mesh import MeshAxes, axes_of, check_axes
 
 
 class Layout:
-    """Which rank of a mesh holds which part of a tensor: axis names and numbers only, never a process group.
+    """The part of a tensor that each rank of a mesh holds: axis names and numbers only, never a process group.
 
     >>> layout = Layout((2, 4), ("dp", "tp"))  # a mesh, without an assignment yet
     >>> a = layout("dp", "None")  # alias form, one entry per dim: dim 0 is split over dp
@@ -30,20 +30,19 @@ class Layout:
     >>> from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
     >>> layout(Shard(0), Replicate()) == a  # placement form, one of torch's placements per axis
     True
-    >>> layout("None", "None", partial={"tp": "sum"}).partial  # a sum over tp is still to be taken
+    >>> layout("None", "None", partial={"tp": "sum"}).partial  # a sum over tp is pending
     {'tp': 'sum'}
     >>> layout().repeat_num()  # everything replicated
     8
 
-    A layout never changes; methods return new ones. Two layouts are equal when they lie on the same mesh (names, sizes,
-    ranks) and place every tensor that both fit in the same way, in whichever form they were written: trailing "None"
-    entries do not count, and neither does where an axis of size 1 stands among several on one dim. A negative `Shard`
-    dim depends on the tensor, so it equals only itself until `placement_to_tensor_map(ndim)` resolves it. A mesh
-    without an assignment is not equal to `layout()`. `mesh` takes no part in equality, hash or pickling. Equal layouts
-    can still differ in how they are written (`alias_placements`, `tensor_map`): a cache of such a thing should be keyed
-    by `placement_to_tensor_map(ndim)` and ndim.
+    A layout never changes; methods return new ones. Two layouts are equal if they lie on the same mesh (names, sizes,
+    ranks) and place every tensor that fits both in the same way, whatever their form. Trailing "None" entries and the
+    position of an axis of size 1 on a dim do not count. A negative `Shard` dim depends on the tensor, so it equals only
+    itself until `placement_to_tensor_map(ndim)` resolves it. A mesh without an assignment is not equal to `layout()`.
+    `mesh` takes no part in equality, hash or pickling. Equal layouts can differ in their spelling (e.g.
+    `alias_placements`, `tensor_map`): caches of the spelling need `placement_to_tensor_map(ndim)` and ndim as key.
 
-    Dims beyond the entries are not split; more entries than dims are an error wherever a shape or ndim is given.
+    Dims beyond the entries are not split. More entries than dims are an error wherever a shape or ndim is given.
 
     Args:
         shape: ranks along each axis, each at least 1.
@@ -60,7 +59,7 @@ class Layout:
 
     _axes: MeshAxes
     _splits: ownership.Splits | None  # alias form: per dim, the axes that split it, outer first
-    _specs: ownership.Specs | None  # either form: per axis, what it splits; None for a mesh without an assignment
+    _specs: ownership.Specs | None  # both forms: per axis, its dim; None without an assignment
     _partial: spelling.Reductions
     _mesh: DeviceMesh | None
     _hash: int
@@ -70,7 +69,7 @@ class Layout:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> "Layout":
-        """Return the layout of torch's DeviceMesh, without an assignment yet, that remembers the mesh.
+        """Return the layout of torch's DeviceMesh, without an assignment; its `mesh` is the DeviceMesh.
 
         A mesh without names gets the axis names "axis0", "axis1", ...
 
@@ -88,15 +87,15 @@ class Layout:
         """Return `Layout.from_device_mesh(mesh)(*entries)`; equal entries are read once.
 
         Raises:
-            TypeError: entries that cannot be hashed, such as a list among them; otherwise as a call of a layout.
-            ValueError: as a call of a layout.
+            TypeError: entries that cannot be hashed, e.g. a list; also as for a call of a layout.
+            ValueError: as for a call of a layout.
         """
         known = _read_entries(axes_of(mesh), entries)
         return cls._make(known._axes, known._splits, known._specs, known._partial, mesh)
 
     @classmethod
     def of(cls, x: Any) -> "Layout":
-        """Return the layout of a DTensor, in alias form with one entry per dim; nothing is communicated.
+        """Return the layout of a DTensor, in alias form with one entry per dim, without communication.
 
             layout = Layout.of(x)
             layout.alias_placements, layout.mesh
@@ -106,20 +105,20 @@ class Layout:
 
         Raises:
             TypeError: not a DTensor.
-            ValueError: a placement that a layout cannot say: a strided shard that comes from a view, or of an uneven
-                size; a masked or bitwise partial.
+            ValueError: a placement that a layout cannot express: a strided shard from a view or of an uneven size;
+                a masked or bitwise partial.
         """
         check("cannot read a layout", "DTensor", x=x)
         return cls.of_spec(x._spec)
 
     @classmethod
     def of_spec(cls, spec: Any) -> "Layout":
-        """Return the layout of the DTensors that have a spec of torch's, as `of` does."""
+        """Return the layout of DTensors with this DTensorSpec, as `of` does."""
         known = _read_spec(axes_of(spec.mesh), spec.placements, getattr(spec, "shard_order", None), spec.shape)
         return cls._make(known._axes, known._splits, known._specs, known._partial, spec.mesh)
 
     def __call__(self, *entries: Any, partial: Mapping[str, str] | None = None) -> "Layout":
-        """Return the layout on the same mesh with this assignment, instead of any it has.
+        """Return the layout on the same mesh with this assignment, which replaces any other.
 
         >>> layout = Layout((2, 4), ("dp", "tp"))
         >>> layout(("dp", "tp"))  # a 1-D tensor split over dp, then tp
@@ -127,8 +126,8 @@ class Layout:
 
         Args:
             entries: one per dim: an axis name, a tuple of names (outer first), or "None" or None; or one of torch's
-                placements per axis, also as one tuple. None at all: everything replicated.
-            partial: reductions still to be taken: axis name -> "sum", "avg", "max", "min" or "prod".
+                placements per axis, also as one tuple. Without entries everything is replicated.
+            partial: pending reductions: axis name -> "sum", "avg", "max", "min" or "prod".
 
         Raises:
             TypeError: an entry of another type.
@@ -141,7 +140,7 @@ class Layout:
         reductions: spelling.Reductions = (None,) * len(axes.sizes)
         if any(map(spelling.is_placement, entries)):
             specs, reductions = spelling.read_placements(axes, entries)
-            if all(spec is None or spec[0] >= 0 for spec in specs):  # then an impossible order shows at once
+            if all(spec is None or spec[0] >= 0 for spec in specs):  # refuses an impossible order at once
                 spelling.resolve(axes, specs, max((spec[0] + 1 for spec in specs if spec), default=0))
         else:
             splits = spelling.read_alias(axes, entries)
@@ -150,12 +149,12 @@ class Layout:
 
     @property
     def axes(self) -> MeshAxes:
-        """The mesh as a value: its axes and the ranks on it."""
+        """The mesh as a value: its axes and its ranks."""
         return self._axes
 
     @property
     def is_assigned(self) -> bool:
-        """Whether it says where a tensor goes, and not only on which mesh."""
+        """True if it assigns tensors to ranks; False for a mesh only."""
         return self._specs is not None
 
     @property
@@ -175,7 +174,7 @@ class Layout:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """torch's DeviceMesh, if the layout was made from one; not kept by pickling."""
+        """torch's DeviceMesh, if the layout was made from one; pickling drops it."""
         return self._mesh
 
     @property
@@ -194,19 +193,19 @@ class Layout:
         >>> Layout((2, 4), ("dp", "tp"))("tp", "None", partial={"dp": "prod"}).placements
         (Partial(product), Shard(dim=0))
 
-        A dim split against mesh order gives torch's strided shards, which are right when the split is even;
-        `convert.to_placements` also checks that, and the other limits of a DTensor.
+        A dim split against mesh order gives torch's strided shards, which are right for even splits.
+        `convert.to_placements` also checks for uneven splits and for other limits of a DTensor.
         """
         return None if self._specs is None else spelling.write_placements(self._specs, self._partial)
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...] | None:
-        """Per dim the axis that splits it, counted from the right; None before an assignment in alias form.
+        """Axis that splits each dim, counted from the right; None before an assignment in alias form.
 
         >>> Layout((2, 2, 4), ("pp", "dp", "tp"))("tp", "None", ("pp", "dp")).tensor_map
         (0, -1, (2, 1))
 
-        The last axis is 0; -1 is a dim that is not split; a tuple, outer first, one that several axes split.
+        The last axis is 0. A dim that is not split has -1. A dim split by several axes has a tuple, outer first.
         """
         return None if self._splits is None else spelling.to_tensor_map(len(self._axes.sizes), self._splits)
 
@@ -218,7 +217,7 @@ class Layout:
         (-1, 1)
 
         Args:
-            ndim: dims of the tensor; a layout in alias form gets "None" for the dims it does not mention.
+            ndim: dims of the tensor; further dims of a layout in alias form get "None".
 
         Raises:
             TypeError: ndim is no int.
@@ -240,16 +239,16 @@ class Layout:
 
     @property
     def partial(self) -> dict[str, str]:
-        """Reductions still to be taken: axis name -> "sum", "avg", "max", "min" or "prod", in mesh order."""
+        """Pending reductions: axis name -> "sum", "avg", "max", "min" or "prod", in mesh order."""
         pairs = zip(self._axes.names, self._partial, strict=True)
         return {name: reduction for name, reduction in pairs if reduction is not None}
 
     def is_partial(self) -> bool:
-        """Return whether any reduction is still to be taken."""
+        """Return True if any reduction is pending."""
         return any(self._partial)
 
     def reset_partial(self) -> "Layout":
-        """Return the same layout with no reduction pending.
+        """Return the same layout without pending reductions.
 
         >>> Layout((2, 4), ("dp", "tp"))("dp", partial={"tp": "sum"}).reset_partial()
         Layout((2, 4), ('dp', 'tp'))('dp')
@@ -257,7 +256,7 @@ class Layout:
         return self._with(self._splits, self._specs, (None,) * len(self._partial))
 
     def repeat_num(self) -> int:
-        """Return how many ranks hold the same data: the product of the axes that neither split nor are partial.
+        """Return the number of ranks with the same data: the product of the axes that neither split nor are partial.
 
         >>> Layout((2, 3, 4), ("pp", "dp", "tp"))("tp", partial={"pp": "sum"}).repeat_num()
         3
@@ -287,13 +286,13 @@ class Layout:
             return spelling.resolve(self._axes, specs, ndim)
         if len(self._splits) > ndim:
             entry = spelling.write_alias(self._axes, self._splits)[ndim]
-            said = "not split" if entry == "None" else repr(entry)  # on a command line it was typed as "-", maybe
+            said = "not split" if entry == "None" else repr(entry)  # a command line may spell it "-"
             blame = f"entry {ndim}, {said}, is for a dim that a tensor of ndim {ndim} does not have"
             raise InvalidValue("cannot place a tensor", blame, self._describe(), "one entry per dim at most")
         return self._splits + ((),) * (ndim - len(self._splits))
 
     def local_shape(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
-        """Return the shape of the part that a rank holds.
+        """Return the shape of a rank's part.
 
         >>> layout = Layout((4,), ("dp",))("dp", "None")
         >>> [layout.local_shape((5, 3), rank) for rank in range(4)]  # ceil(5 / 4) = 2 rows, then what is left
@@ -305,19 +304,19 @@ class Layout:
 
         Raises:
             TypeError: a size or rank that is no int.
-            ValueError: no assignment yet, more entries than dims, a negative size, a rank that is not on the mesh, no
-                rank given and no process group to ask.
+            ValueError: no assignment yet, more entries than dims, a negative size, a rank outside of the mesh, no rank
+                given and no process group.
         """
         return tuple(part.stop - part.start for part in self.local_slice(global_shape, rank))
 
     def local_slice(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[slice, ...]:
-        """Return the part that a rank holds, one `slice` per dim, so that `full[layout.local_slice(...)]` is it.
+        """Return a rank's part as one `slice` per dim, e.g. for `full[layout.local_slice(shape)]`.
 
         >>> Layout((2, 2), ("dp", "tp"))(("tp", "dp")).local_slice((8,), rank=1)  # dp 0, tp 1
         (slice(4, 6, None),)
 
-        An empty part starts and stops where the part that it was split from ends. Arguments and errors: as for
-        `local_shape`.
+        An empty part starts and stops at the end of the part that it was split from. Arguments and errors are the
+        same as for `local_shape`.
         """
         shape = check_shape(global_shape)
         splits = self.splits(len(shape))
@@ -352,7 +351,7 @@ class Layout:
         return ownership.all_slices(shape, self._axes.sizes, self.splits(len(shape)))
 
     def with_mesh(self, mesh: DeviceMesh | None) -> "Layout":
-        """Return the same layout with this DeviceMesh as its `mesh`, as after unpickling; None: without one.
+        """Return the same layout with this DeviceMesh as its `mesh`, e.g. after unpickling; None: without one.
 
         Raises:
             TypeError: not a DeviceMesh.
@@ -383,7 +382,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Layout":
-        """Return the layout that `to_dict` described.
+        """Read a layout from the dict of `to_dict`.
 
         >>> layout = Layout((2, 4), ("dp", "tp"))(("tp", "dp"), "None")
         >>> Layout.from_dict(layout.to_dict()) == layout
@@ -499,12 +498,12 @@ class Layout:
 def _read_spec(
     axes: MeshAxes, given: tuple[Placement, ...], order: Sequence[tuple[int, Sequence[int]]] | None, shape: Any
 ) -> Layout:
-    """Return the layout that some placements mean, without a DeviceMesh, which the cache would keep alive."""
+    """Read placements into a layout without a DeviceMesh, because the cache would keep the mesh alive."""
     splits, reductions = spelling.read_dtensor(axes, given, order, shape)
     return Layout._make(axes, splits, ownership.to_specs(axes.sizes, splits), reductions)
 
 
 @lru_cache(maxsize=4096)
 def _read_entries(axes: MeshAxes, entries: tuple[Any, ...]) -> Layout:
-    """Return the layout of some entries, likewise."""
+    """Read entries into a layout without a DeviceMesh, because the cache would keep the mesh alive."""
     return Layout._make(axes)(*entries)

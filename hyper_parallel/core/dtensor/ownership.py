@@ -1,8 +1,8 @@
-"""Ownership of the elements of a tensor: pure arithmetic on ints and numpy arrays, for one rank or for 100,000.
+"""Ownership of tensor elements by ranks: arithmetic on ints and numpy arrays, for one rank or for 100,000.
 
 One rule covers everything. Splitting `size` elements over `n` ranks gives each rank a part of ceil(size / n) elements,
-in order; the last parts are smaller or empty (`torch.chunk`, which omits the empty ones). A dim that
-several axes split is split by the first axis, then each part by the next: a chunk of a chunk.
+in order; the last parts are smaller or empty (as in `torch.chunk`, which omits empty ones). If several axes split a
+dim, the first axis splits it, then the next axis splits each part: a chunk of a chunk.
 
 Here an axis is its index from the left, and `splits` holds, per tensor dim, the axes that split it, outer first.
 """
@@ -27,7 +27,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     Args:
         size: elements to split, 0 or more.
         parts: number of parts, 1 or more.
-        index: which part, from 0.
+        index: index of the part, from 0.
     """
     full = -(-size // parts)
     start = min(size, full * index)
@@ -35,14 +35,14 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def mesh_lines(sizes: Sequence[int], axes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the mesh positions that differ along some axes only, each set of them in a row.
+    """Return the mesh positions along some axes, one row for each position on the other axes.
 
     >>> mesh_lines((2, 3), (1,)).tolist(), mesh_lines((2, 3), (0,)).tolist()
     ([[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]])
 
     Args:
         sizes: ranks along each axis.
-        axes: of which the last one is the fastest in a row.
+        axes: the axes within a row, the last one fastest.
     """
     kept = [axis for axis in range(len(sizes)) if axis not in axes]
     positions = np.arange(math.prod(sizes)).reshape(sizes)
@@ -52,7 +52,7 @@ def mesh_lines(sizes: Sequence[int], axes: Sequence[int]) -> npt.NDArray[np.int6
 def one_slice(
     global_shape: Sequence[int], sizes: Sequence[int], splits: Splits, coordinates: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Return the slice that the rank at some mesh coordinates holds, one `slice` per dim.
+    """Return the part of the rank at some mesh coordinates, as one `slice` per dim.
 
     >>> one_slice((7, 4), (2, 3), ((0, 1), ()), (0, 1))  # 7 rows: 4 and 3; 4 rows: 2, 2 and 0
     (slice(2, 4, None), slice(0, 4, None))
@@ -79,8 +79,8 @@ def all_slices(global_shape: Sequence[int], sizes: Sequence[int], splits: Splits
     >>> all_slices((5,), (2, 2), ((1, 0),)).tolist()  # axis 1 outside: 3 and 2; then axis 0: 2 and 1, 1 and 1
     [[[0, 2]], [[3, 4]], [[2, 3]], [[4, 5]]]
 
-    Rows are in mesh order, last axis fastest. Only the axes that split a dim are enumerated for it, so the cost is that
-    of writing the result.
+    Rows are in mesh order, last axis fastest. Each dim enumerates only the axes that split it, so the cost is writing
+    the result.
 
     Args:
         global_shape: the tensor's sizes, in elements.
@@ -98,7 +98,7 @@ def all_slices(global_shape: Sequence[int], sizes: Sequence[int], splits: Splits
 
 
 def is_even(size: int, sizes: Sequence[int], axes: Sequence[int]) -> bool:
-    """Return whether all parts have the same size when these axes split `size` elements.
+    """Return True if all parts have the same size when these axes split `size` elements.
 
     >>> is_even(12, (2, 3), (0, 1)), is_even(8, (2, 3), (0, 1)), is_even(0, (2, 3), (0, 1))
     (True, False, True)
@@ -107,7 +107,7 @@ def is_even(size: int, sizes: Sequence[int], axes: Sequence[int]) -> bool:
 
 
 def count_parts(sizes: Sequence[int], axes: Sequence[int]) -> int:
-    """Return how many parts these axes make together.
+    """Return the number of parts that these axes make together.
 
     >>> count_parts((2, 3, 4), (0, 2)), count_parts((2, 3, 4), ())
     (8, 1)
@@ -144,11 +144,11 @@ def split_points(
     return start, start + length
 
 
-# -- the order of several axes on one dim, as torch writes it ----------------------------------------------------------
-# torch applies placements from the first axis to the last. When a dim is split by a later axis first, torch gives the
-# earlier axis a strided shard whose split factor is the number of parts already made by later axes: with mesh
-# (dp=2, tp=4) and tp outside, dp has split factor 4. Split factor 1 is a plain shard. Where an axis of size 1 comes in
-# the order makes no difference to anything: it always has split factor 1, and is read back as the outer one.
+# -- torch's encoding of several axes on one dim -----------------------------------------------------------------------
+# torch applies placements from the first axis to the last. If a later axis splits a dim first, torch gives the earlier
+# axis a strided shard. Its split factor is the number of parts that later axes have already made. E.g. with mesh
+# (dp=2, tp=4) and tp outside, dp has split factor 4. Split factor 1 is a plain shard. An axis of size 1 always has
+# split factor 1 and is read back as the outer one, because its place in the order makes no difference.
 
 
 Spec = tuple[int, int]
@@ -186,8 +186,8 @@ def to_splits(sizes: Sequence[int], specs: Specs, ndim: int) -> Splits | int:
     >>> to_splits((2, 4), ((0, 3), (0, 1)), ndim=2)
     0
 
-    From the last axis to the first, each axis is put where the axes before it, all of them later on the mesh, make as
-    many parts as its split factor says.
+    From the last axis to the first, each axis is inserted where the axes before it, all later on the mesh, make
+    as many parts as its split factor.
 
     Args:
         sizes: ranks along each axis.
@@ -211,14 +211,14 @@ def to_splits(sizes: Sequence[int], specs: Specs, ndim: int) -> Splits | int:
 
 
 def split_order(count: int, splits: Splits) -> tuple[int, ...]:
-    """Return the axes in an order in which every dim is split from left to right, as near as can be to mesh order.
+    """Return the axes in an order in which every dim is split from left to right, as close as possible to mesh order.
 
     >>> split_order(3, ((2, 0), (1,)))
     (1, 2, 0)
     >>> split_order(2, ((0, 1),))
     (0, 1)
 
-    An axis splits one dim at most, so there always is one.
+    Such an order always exists, because an axis splits one dim at most.
 
     Args:
         count: number of axes.

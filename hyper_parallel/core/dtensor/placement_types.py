@@ -1,4 +1,4 @@
-"""torch's own placement types, under the path that users of the existing library know."""
+"""torch's placement types, under the path of the existing library."""
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 

@@ -1,6 +1,6 @@
 """Spellings of a layout: alias entries, reductions by axis name, tensor maps, dicts, and torch's placements.
 
-Placements, one per axis, are read, written, and refused where torch contradicts itself.
+Placements, one per axis, are read and written, and refused if torch contradicts itself about them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,8 +88,8 @@ def describe(axes: MeshAxes, entries: str, reductions: Reductions) -> str:
 
     Args:
         axes: the mesh.
-        entries: what its axes do to the dims, in brackets.
-        reductions: what is pending on each axis.
+        entries: the splits of the dims, in brackets.
+        reductions: the pending reduction of each axis, or None.
     """
     ranks = "" if axes.has_default_ranks else f" (ranks {describe_ranks(axes.ranks)})"
     pairs = zip(axes.names, reductions, strict=True)
@@ -107,7 +107,7 @@ def describe_entries(axes: MeshAxes, splits: Splits) -> str:
 
 
 def read_reductions(axes: MeshAxes, partial: Any, specs: Specs, base: Reductions) -> Reductions:
-    """Read `partial={"tp": "sum"}` into one reduction per axis, on top of those that placements gave.
+    """Read `partial={"tp": "sum"}` into one reduction per axis, in addition to reductions of placements.
 
     >>> read_reductions(MeshAxes((2, 4), ("dp", "tp"), range(8)), {"tp": "sum"}, (None, None), (None, None))
     (None, 'sum')
@@ -115,7 +115,7 @@ def read_reductions(axes: MeshAxes, partial: Any, specs: Specs, base: Reductions
     Args:
         axes: the mesh.
         partial: axis name -> "sum", "avg", "max", "min" or "prod"; None for nothing pending.
-        specs: what each axis splits.
+        specs: the dim and split factor of each axis.
         base: the reductions already known.
 
     Raises:
@@ -161,7 +161,7 @@ def _read_reduction(axes: MeshAxes, name: str, word: Any, given: str) -> str:
     return word
 
 
-# -- plain data: tensor maps, whose axes are counted from the right, and dicts -----------------------------------------
+# -- tensor maps, whose axes are counted from the right, and dicts -----------------------------------------------------
 
 
 REQUIRED = ("mesh_shape", "alias_name")
@@ -263,22 +263,22 @@ def _axis_name(axes: MeshAxes, item: object, dim: int, tensor_map: object) -> st
     return axes.names[count - 1 - axis]
 
 
-# torch keeps its strided shard private, and some versions derive it from Shard: look for it first.
+# torch's strided shard is private, and some versions derive it from Shard, so test for it first.
 STRIDED: Any = getattr(torch_types, "_StridedShard", None) or getattr(torch_types, "StridedShard", None)
 
 
 def is_strided(placement: object) -> bool:
-    """Return whether a placement is torch's shard of parts that do not lie side by side."""
+    """Return True if a placement is torch's strided shard, whose parts are not contiguous in the dim."""
     return STRIDED is not None and isinstance(placement, STRIDED)
 
 
 def is_placement(entry: object) -> bool:
-    """Return whether an entry is one of torch's placements, or such a class that was never called."""
+    """Return True if an entry is one of torch's placements, or such a class, e.g. `Replicate` for `Replicate()`."""
     return isinstance(entry, Placement) or (isinstance(entry, type) and issubclass(entry, Placement))
 
 
 def read_placements(axes: MeshAxes, placements: Sequence[object]) -> tuple[Specs, Reductions]:
-    """Read one torch placement per axis into what each axis splits and what is pending on it.
+    """Read one torch placement per axis into the split and the pending reduction of each axis.
 
     >>> read_placements(MeshAxes((2, 4), ("dp", "tp"), range(8)), (Shard(-1), Partial("product")))
     (((-1, 1), None), (None, 'prod'))
@@ -290,7 +290,7 @@ def read_placements(axes: MeshAxes, placements: Sequence[object]) -> tuple[Specs
     Raises:
         TypeError: a placement class that was not called, such as Replicate for Replicate().
         ValueError: alias entries among placements, a number of placements that is not the number of axes, or a
-            placement that carries more than a layout can say.
+            placement that a layout cannot express.
     """
     given = f"placements: {tuple(placements)!r}   mesh: {axes}"
     asked = "cannot read a layout from placements"
@@ -339,7 +339,7 @@ def write_placements(specs: Specs, reductions: Reductions) -> tuple[Placement, .
 
 
 def source(specs: Specs, reductions: Reductions) -> str:
-    """Return placements as source text; torch's own repr of a Partial does not paste back.
+    """Return placements as source text, because torch's repr of a Partial is no valid source.
 
     >>> source(((0, 4), (0, 1), None), (None, None, "prod"))
     "_StridedShard(0, split_factor=4), Shard(0), Partial('product')"
@@ -389,8 +389,8 @@ def _seen(axes: MeshAxes, specs: Specs) -> str:
 
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------
-# Where several axes split one dim against mesh order, torch writes strided shards; they are right when the split is
-# even, and torch contradicts itself when it is not.
+# If several axes split one dim against mesh order, torch uses strided shards. They are right for even splits, but for
+# uneven splits torch contradicts itself.
 
 
 def read_dtensor(
@@ -399,17 +399,17 @@ def read_dtensor(
     order: Sequence[tuple[int, Sequence[int]]] | None,
     shape: Sequence[int],
 ) -> tuple[Splits, Reductions]:
-    """Return, for a DTensor, the axes that split each dim, outer first, and what is pending on each axis.
+    """Return, for a DTensor, the axes that split each dim, outer first, and the pending reduction of each axis.
 
     Args:
         axes: its mesh.
         placements: torch's placements, one per axis.
-        order: the order that newer versions of torch keep beside plain placements: a dim, and its axes.
+        order: axes per dim in split order, which newer versions of torch keep beside plain placements; or None.
         shape: the full tensor's sizes, in elements.
 
     Raises:
-        ValueError: a placement that a layout cannot say: a strided shard that comes from a view, or of an uneven size;
-            a masked or bitwise partial.
+        ValueError: a placement that a layout cannot express: a strided shard from a view or of an uneven size; a
+            masked or bitwise partial.
     """
     specs, reductions = read_placements(axes, placements)
     splits = list(resolve(axes, specs, len(shape)))

@@ -1,4 +1,4 @@
-"""Meshes, layouts and shapes as a person types them on a command line; an error points at the place of the mistake."""
+"""Meshes, layouts and shapes as typed on a command line; errors point at the place of the mistake."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.spelling import REDUCTIONS
 NOT_SPLIT = ("None", "-")
 """How the entry of a dim that is not split is spelled."""
 
-_RESERVED = re.compile(r"[\s,;+>()=]")  # what separates axis names, so that no name can hold it
+_RESERVED = re.compile(r"[\s,;+>()=]")  # separators, which axis names cannot contain
 _BRACKETS = "brackets in pairs, or none"
 _NUMBER = re.compile(r"[0-9]+(_[0-9]+)*")
 
@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 
 def parse_mesh(text: str) -> Layout:
-    """Read a mesh, a `Layout` without an assignment, on ranks 0, 1, 2, ...
+    """Read a mesh as a `Layout` without an assignment, on ranks 0, 1, 2, ...
 
     >>> parse_mesh("dp=2,tp=4")
     Layout((2, 4), ('dp', 'tp'))
@@ -54,7 +54,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     ((4096, 1024), (4096, 1024), (5,), ())
 
     Args:
-        text: sizes with "," or "x" between them, also in brackets; nothing is a scalar.
+        text: sizes with "," or "x" between them, also in brackets; empty for a scalar.
 
     Raises:
         ValueError: a size that is missing, negative or no whole number.
@@ -63,7 +63,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     start, stop = source.trim((0, len(text)))
     if text[start:stop][:1] + text[start:stop][-1:] in ("()", "[]"):
         start, stop = source.trim((start + 1, stop - 1))
-        stop -= text[start:stop].endswith(",")  # as Python writes a tuple of one
+        stop -= text[start:stop].endswith(",")  # as in Python's tuple of one
     if start == stop:
         return ()
     spans = source.pieces((start, stop), ",xX")
@@ -71,7 +71,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """Read a dtype by torch's name for it, or by the field's short one.
+    """Read a dtype by torch's name or by its short name, e.g. "bf16".
 
     >>> parse_dtype("float32"), parse_dtype("torch.bfloat16"), parse_dtype("fp16")
     (torch.float32, torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ def parse_dtype(text: str) -> torch.dtype:
         text: the name, with or without "torch.".
 
     Raises:
-        ValueError: no dtype has that name.
+        ValueError: an unknown name.
     """
     source = _Spelling(text, "cannot read a dtype", "form: float32 or bf16")
     span = source.trim((0, len(text)))
@@ -106,7 +106,7 @@ def parse_layout(mesh: Layout, text: str) -> Layout:
     Layout((2, 4), ('dp', 'tp'))()
 
     Args:
-        mesh: a `Layout`; its assignment, if any, does not matter.
+        mesh: a `Layout`; its assignment, if any, is ignored.
         text: one entry per dim.
 
     Raises:
@@ -149,7 +149,7 @@ def write_layout(layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the parts of a layout; `used` says what each axis is used for so far."""
+    """Reader of a layout's parts; `used` maps each axis to its use so far."""
 
     source: "_Spelling"
     names: tuple[str, ...]
@@ -168,7 +168,7 @@ class _Reader:
         return tuple(self._axis(at, f"dim {dim}") for at in source.pieces(inner, ",+>" if inner != span else "+>"))
 
     def reduction(self, span: Span) -> tuple[str, str]:
-        """Read the reduction that is pending on an axis."""
+        """Read the pending reduction of an axis."""
         name_at, kind_at = self.source.assignment(span, default="sum")
         name, kind = self._axis(name_at, "a pending reduction"), self.source.at(kind_at)
         if kind not in REDUCTIONS:
@@ -196,7 +196,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Spelling:
-    """The text, and what an error says about it besides the place."""
+    """A text, with the request and the context for error messages."""
 
     text: str
     asked: str
@@ -207,18 +207,18 @@ class _Spelling:
         return self.text[span[0] : span[1]]
 
     def trim(self, span: Span) -> Span:
-        """Return a span without the blanks at its ends."""
+        """Shrink a span by the blanks at its ends."""
         piece = self.at(span)
         start = span[0] + len(piece) - len(piece.lstrip())
         return start, max(start, span[0] + len(piece.rstrip()))
 
     def pieces(self, span: Span, separators: str) -> list[Span]:
-        """Cut a span at separators that are not in brackets, and trim the pieces."""
+        """Cut a span at separators outside of brackets, and trim the pieces."""
         cuts = [span[0] - 1, *self._cuts(span, separators), span[1]]
         return [self.trim((before + 1, after)) for before, after in pairwise(cuts)]
 
     def assignment(self, span: Span, default: str) -> tuple[Span, Span]:
-        """Return name and value of `name=value`."""
+        """Return the spans of name and value in `name=value`."""
         parts, word = self.pieces(span, "="), self.at(span)
         start = re.match(r"[\w.]*", word)
         hint = f"{(start and start[0]) or 'dp'}={default}"
@@ -231,7 +231,7 @@ class _Spelling:
         return parts[0], parts[1]
 
     def number(self, span: Span, least: int, hint: str) -> int:
-        """Return a whole number that is large enough."""
+        """Read a whole number of at least `least`."""
         word = self.at(span)
         if not word:
             raise self.mistake(span, "a size is missing", hint)
@@ -240,7 +240,7 @@ class _Spelling:
         return int(word)
 
     def mistake(self, span: Span, blame: str, hint: str) -> ValueError:
-        """Return an error whose second line is the text and whose third points at the span."""
+        """Return an error whose second line is the text and whose third line marks the span."""
         line = re.sub(r"\s", " ", self.text)  # a tab or a line break would move the marks
         marks = " " * span[0] + "^" * max(1, span[1] - span[0])
         return InvalidValue(self.asked, blame, f"{line}\n  {marks}\n  {self.context}", hint)

@@ -4,8 +4,8 @@
 >>> h100.devices_per_node, h100.peak("bfloat16") / 1e12, h100.figures["device.bandwidth"].grade
 (8, 989.4, 'datasheet')
 
-The descriptions are the TOML files of `core/machine/data/hardware`; a user's own lie in the folder that the environment
-variable `HYPER_PARALLEL_HARDWARE` names, or anywhere, named by path.
+The descriptions are the TOML files of `core/machine/data/hardware`. Users put theirs into the folder of the environment
+variable `HYPER_PARALLEL_HARDWARE`, or anywhere and name the path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = MappingProxyType({
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32", "float64": "fp64",
     "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8",
 })  # fmt: skip
-# What a device without a figure of its own for a dtype computes it as.
+# The peaks to use for a dtype without a figure on a device, best first.
 _INSTEAD = MappingProxyType(
     {"fp16": ("bf16",), "bf16": ("fp16", "fp32"), "fp8": ("bf16",), "tf32": ("fp32",), "fp64": ("fp32",)}
 )
@@ -47,10 +47,10 @@ _FABRICS = MappingProxyType(
         "ethernet": ("ethernet", "tcp"),
     }
 )
-# How torch names devices; the first that is found counts. Variants on other boards (PCIe, NVL) have other links and
-# clocks: no description, and the dense bf16 FLOP/s that they are sold with. Sources: NVIDIA's data sheets, half of what
-# they give "with sparsity"; A800 and H800 compute like A100 and H100. AMD's of MI250X, of which torch sees each half as
-# a device, MI300X and MI325X. Huawei's Atlas 800T A2: 8 x 280 TFLOP/s in fp16, as bf16.
+# torch's device names; the first match counts. Variants on other boards (PCIe, NVL) have other links and clocks: they
+# have no description, only their advertised dense bf16 FLOP/s. Sources: NVIDIA's data sheets, half of the figures
+# "with sparsity"; A800 and H800 compute like A100 and H100. AMD's data sheets of MI250X (torch sees each half as a
+# device), MI300X and MI325X. Huawei's Atlas 800T A2: 8 x 280 TFLOP/s in fp16, the same in bf16.
 _DEVICES: tuple[tuple[str, str | float], ...] = (
     (r"\bA100-SXM\d-40GB", "a100-40gb"),
     (r"\bA100-SXM\d-80GB", "a100-80gb"),
@@ -76,20 +76,20 @@ _DEVICES: tuple[tuple[str, str | float], ...] = (
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, the node that it sits in and the network between nodes.
+    """A device, the node that contains it, and the network between nodes.
 
     Attributes:
-        name: such as `h100-sxm`.
+        name: e.g. `h100-sxm`.
         title: in words.
-        family: whose curves (of matmuls, attention, kernels) it uses: `hopper`, `ampere`, `ascend` ...
-        figures: what is known of it, in bytes, bytes per second, FLOP/s and seconds, by name; see `FIGURES`.
+        family: the family whose curves (of matmuls, attention, kernels) it uses: `hopper`, `ampere`, `ascend` ...
+        figures: its figures by name, in bytes, bytes per second, FLOP/s and seconds; see `FIGURES`.
         links: kind of the links within a node: `nvlink3`, `nvlink4`, `hccs` ...
-        topology: of the links within a node: `switch`, at which every device has its whole bandwidth to any other,
-            or `mesh`, in which each pair has a link of its own.
+        topology: of the links within a node: `switch`, where every device has its whole bandwidth to any other, or
+            `mesh`, where each pair has a separate link.
         fabric: kind of the network between nodes: `infiniband`, `efa`, `roce`, `omni-path` ...
-        allocator: how torch takes its memory: `caching`, `expandable` (with `expandable_segments:True`) or `none`.
-        backend: of `torch.distributed`.
-        curves: figures that stand for those of `calibration.toml` on this device, by section and name.
+        allocator: torch's allocator: `caching`, `expandable` (with `expandable_segments:True`) or `none`.
+        backend: backend of `torch.distributed`.
+        curves: figures that override `calibration.toml` on this device, by section and name.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Machine:
         return hash((self.name, self.links, self.fabric, tuple(self.figures.items())))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is computed from them: hashes of text differ between processes."""
+        """Return the fields without cached values, because hashes of text differ between processes."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __str__(self) -> str:
@@ -127,28 +127,28 @@ class Machine:
         return default
 
     def grade(self, figure: str) -> str:
-        """Return the evidence grade of a figure; of one that is not there: `assumed`."""
+        """Return the evidence grade of a figure; `assumed` for a missing one."""
         return self.figures[figure].grade if figure in self.figures else "assumed"
 
     @property
     def total_bytes(self) -> int:
-        """Memory of a device, as it is sold."""
+        """Memory of a device, as advertised."""
         return int(self.value("device.memory"))
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of a device that programs can have: what `torch.cuda.mem_get_info` calls total."""
+        """Memory of a device that programs can use, as the total of `torch.cuda.mem_get_info`."""
         return int(self.value("device.usable_memory"))
 
     def memory_within(self, asked: str, limit: float | None) -> float:
-        """Return the bytes that a program may have of a device.
+        """Return the bytes of a device that a program may use.
 
         Args:
             asked: the start of an error message, "cannot ...".
-            limit: of the caller, as its argument `memory_limit`; None: what there is.
+            limit: the caller's `memory_limit`, in bytes; None: all usable memory.
 
         Raises:
-            ValueError: one that is not above 0.
+            ValueError: a limit that is not above 0.
         """
         if limit is None:
             return float(self.memory_bytes)
@@ -159,7 +159,7 @@ class Machine:
 
     @property
     def allocatable_bytes(self) -> int:
-        """What the allocator can reserve: the memory less the context of the driver."""
+        """Bytes that the allocator can reserve: the memory minus the driver's context."""
         return self.memory_bytes - self.context_bytes
 
     @property
@@ -169,7 +169,7 @@ class Machine:
 
     @property
     def cores(self) -> int:
-        """Cores of a device that each compute a tile of a matmul: streaming multiprocessors, AI cores, CPU cores."""
+        """Cores that each compute a tile of a matmul, e.g. streaming multiprocessors, AI cores or CPU cores."""
         return int(self.value("device.cores"))
 
     @property
@@ -179,16 +179,16 @@ class Machine:
 
     @property
     def context_bytes(self) -> int:
-        """Memory that the driver takes before the first tensor, which torch's statistics do not count."""
+        """Memory that the driver takes before the first tensor; torch's statistics do not count it."""
         return int(self.value("context.bytes", 0))
 
     @property
     def bytes_per_group(self) -> int:
-        """Memory that a communicator takes on each of its ranks, which torch's statistics do not count."""
+        """Memory of a communicator on each of its ranks; torch's statistics do not count it."""
         return int(self.value("context.per_group", 0))
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s of dense matmuls in a dtype, named as torch or as in `peak.bf16`.
+        """Return the FLOP/s of dense matmuls in a dtype, named as in torch or as in `peak.bf16`.
 
         >>> find_machine("a100-80gb").peak("float8_e4m3fn") / 1e12  # computed as bf16
         312.0
@@ -196,7 +196,7 @@ class Machine:
         return self.value("peak." + self.computed_as(dtype))
 
     def computed_as(self, dtype: str) -> str:
-        """Return the dtype, `bf16` ..., whose peak counts for another one on this device."""
+        """Return the dtype whose peak this device uses for another one, e.g. `bf16` for fp8 on A100."""
         short = _DTYPES.get(dtype.removeprefix("torch."), dtype)
         for name in (short, *_INSTEAD.get(short, ())):
             if f"peak.{name}" in self.figures:
@@ -208,7 +208,7 @@ class Machine:
         raise InvalidValue(f"cannot tell how fast {self.name} computes in {dtype}", "no figure", seen, known[0])
 
     def with_figures(self, grade: str = "assumed", source: str = "given by the caller", **values: float) -> Machine:
-        """Return it with other figures, in basic units; dots of a name are written as two underscores.
+        """Return a copy with other figures, in basic units; dots in names are written as two underscores.
 
         >>> find_machine("h100-sxm").with_figures(node__devices=4).devices_per_node
         4
@@ -230,13 +230,13 @@ class Machine:
         grade: str = "datasheet",
         source: str = "given by the caller",
     ) -> Machine:
-        """Return it with another network between nodes.
+        """Return a copy with another network between nodes.
 
         Args:
-            inter_bw_gbytes_s_per_dev: GB/s of a device, one direction; devices that share an adapter share its rate.
-            fabric: what it is, in any words that name the kind: `"4x100Gb/s Omni-Path"`.
+            inter_bw_gbytes_s_per_dev: GB/s per device, one direction; devices that share an adapter share its rate.
+            fabric: any text that names the kind, e.g. `"4x100Gb/s Omni-Path"`; None: unchanged.
             grade: evidence grade of the bandwidth.
-            source: of the bandwidth.
+            source: source of the bandwidth.
         """
         hardware = self
         if inter_bw_gbytes_s_per_dev is not None:
@@ -245,13 +245,13 @@ class Machine:
         return hardware if fabric is None else replace(hardware, fabric=fabric_kind(fabric, self.fabric))
 
     def with_attention(self, kernels: str) -> Machine:
-        """Return it with other kernels of attention: those of its family in `curves.toml`, such as `flash3`."""
+        """Return a copy with other attention kernels, e.g. `flash3`; `curves.toml` has the names of a family."""
         return replace(
             self, curves={**self.curves, "attention": {**self.curves.get("attention", {}), "default": kernels}}
         )
 
     def links_with(self, calibration: Calibration) -> Links:
-        """Return what groups of its devices communicate over, by the curves of a calibration."""
+        """Return the links of its device groups, with the curves of a calibration."""
         in_switch = self.figures.get("intra.in_switch")
         return Links(
             intra=self.value("intra.bandwidth"),
@@ -268,11 +268,11 @@ class Machine:
 
     @cached_property
     def prices(self) -> Links:
-        """What its collectives take, as everything prices them that is given no calibration of its own."""
+        """Its links with the default calibration, for all callers without another calibration."""
         return self.links_with(load_calibration())
 
     def write(self, path: str | Path) -> Path:
-        """Write it to a TOML file that `find_machine` reads; returns the path."""
+        """Write it to a TOML file that `find_machine` can read, and return the path."""
         names = ("title", "family", "links", "topology", "fabric", "allocator", "backend")
         texts = {name: str(getattr(self, name)) for name in names}
         write_machine_file(Path(path), texts, self.figures, self.curves)
@@ -280,14 +280,14 @@ class Machine:
 
 
 def fabric_kind(words: str, otherwise: str = "ethernet") -> str:
-    """Return the kind of network that a description names.
+    """Return the kind of network that a text names.
 
     >>> fabric_kind("NVLink3 + 4x100Gb/s Omni-Path per node"), fabric_kind("8x400Gb/s NDR IB per node")
     ('omni-path', 'infiniband')
 
     Args:
-        words: the description.
-        otherwise: what it is when they name none.
+        words: the text.
+        otherwise: the kind if the text names none.
     """
     text = words.lower()
     for kind, hints in _FABRICS.items():
@@ -297,7 +297,7 @@ def fabric_kind(words: str, otherwise: str = "ethernet") -> str:
 
 
 def machine_names() -> list[str]:
-    """Return the names that `find_machine` knows, in order; a user's own are among them.
+    """Return the sorted names that `find_machine` knows, including a user's.
 
     >>> [name for name in machine_names() if name.startswith("a100")]
     ['a100-40gb', 'a100-80gb']
@@ -306,13 +306,13 @@ def machine_names() -> list[str]:
 
 
 def find_machine(hardware: str | Path | Machine) -> Machine:
-    """Return the description of a name, a TOML file, or the description itself.
+    """Return the machine with a name or in a TOML file; a `Machine` is returned unchanged.
 
     Args:
-        hardware: a name of `machine_names`, the path of a TOML file, or what this function has returned.
+        hardware: a name of `machine_names`, the path of a TOML file, or a `Machine`.
 
     Raises:
-        ValueError: no such name, with the nearest; a file that is missing or that says something odd, with the line.
+        ValueError: an unknown name, with the nearest one; a missing or invalid file, with the line.
         TypeError: neither a name, a path nor a Machine.
     """
     if isinstance(hardware, Machine):
@@ -343,10 +343,10 @@ def _read(path: Path, changed: int) -> Machine:
 
 @functools.cache
 def one_node() -> Machine:
-    """Return what ranks stand for where no machine was named: one node of any size.
+    """Return the default machine of ranks without a named one: one node of any size.
 
-    Its links are alike for all operations, so that plans are no device's in particular: 350 us for each further rank
-    and 0.9 GB/s, what gloo took for an exchange over loopback, of 2 and 4 processes on 2 cores.
+    All operations have the same links, so that plans favour no particular device: 350 us per further rank and 0.9 GB/s.
+    gloo took that for an exchange over loopback, between 2 and 4 processes on 2 cores.
     """
     figures: dict[str, Any] = {
         "intra__bandwidth": 0.9e9,
@@ -364,26 +364,26 @@ def one_node() -> Machine:
 
 
 def machine_of_device(device_name: str) -> Machine | None:
-    """Return the description of a device by the name that torch gives it; None where none is known.
+    """Return the description of a device by torch's name for it; None if unknown.
 
     >>> print(machine_of_device("NVIDIA H100 80GB HBM3"), machine_of_device("NVIDIA H100 PCIe"))
     h100-sxm None
 
     Args:
-        device_name: as `torch.cuda.get_device_name` returns it, or `torch.npu.get_device_name`.
+        device_name: the result of `torch.cuda.get_device_name` or `torch.npu.get_device_name`.
     """
     found = _known_of(device_name)
     return find_machine(found) if isinstance(found, str) else None
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOPs per second that a device is sold with; None for one that is not known.
+    """Return the advertised dense bf16 FLOP/s of a device; None if unknown.
 
     >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H100 PCIe"), peak_flops("CPU (x86_64, 8 cores)")
     (989400000000000.0, 756000000000000.0, None)
 
     Args:
-        device_name: as `Platform.name()` says it.
+        device_name: the result of `Platform.name()`.
     """
     found = _known_of(device_name)
     return find_machine(found).peak("bf16") if isinstance(found, str) else found

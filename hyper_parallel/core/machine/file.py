@@ -3,7 +3,7 @@
 ```toml
 schema = 1
 title = "My accelerator, in nodes of 8"
-family = "hopper"           # whose curves of matmuls and kernels it uses
+family = "hopper"           # family whose curves of matmuls and kernels it uses
 links = "nvlink4"           # links within a node
 fabric = "infiniband"       # network between nodes
 
@@ -49,7 +49,7 @@ class Figure(NamedTuple):
         value: in the basic unit: bytes, bytes per second, FLOP/s, seconds, or a plain number.
         unit: the basic unit: `B`, `B/s`, `FLOP/s`, `s`, `1`, `W`.
         grade: one of `GRADES`.
-        source: where it is from.
+        source: where the number is from, e.g. "vendor's datasheet, 2025".
     """
 
     value: float
@@ -59,13 +59,13 @@ class Figure(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a figure of a name must be.
+    """Requirements of a figure.
 
     Attributes:
         unit: its basic unit.
-        required: whether every description has it.
+        required: True if every description has it.
         meaning: in words.
-        zero: whether it may be 0.
+        zero: True if it may be 0.
     """
 
     unit: str
@@ -114,11 +114,11 @@ MACHINE = Schema("hardware")
 
 
 def read_machine_file(path: Path) -> dict[str, Any]:
-    """Read a description; what comes back are arguments of `Machine`.
+    """Read a description, and return it as the arguments of `Machine`.
 
     Raises:
-        ValueError: the file is missing or is not TOML; an unknown or missing key; a figure without a number, unit,
-            grade or source, or with a unit of something else; half a device; more usable memory than there is.
+        ValueError: the file is missing or no TOML; an unknown or missing key; a figure without a number, unit, grade
+            or source, or with a unit of another kind; half a device; more usable memory than memory.
     """
     file = MACHINE.read(path, "'h100-sxm', or the path of a TOML file")
     data = file.table()
@@ -163,7 +163,7 @@ def _check_together(file: TomlFile, figures: Mapping[str, Figure]) -> None:
 def write_machine_file(
     path: Path, texts: Mapping[str, str], figures: Mapping[str, Figure], curves: Mapping[str, Any]
 ) -> None:
-    """Write a description."""
+    """Write a description as TOML."""
     names = {source: f"s{i}" for i, source in enumerate(dict.fromkeys(figure.source for figure in figures.values()), 1)}
     content: dict[str, Any] = {**texts, "sources": {name: source for source, name in names.items()}}
     for name, figure in figures.items():

@@ -1,13 +1,13 @@
-"""Seconds of collectives: alpha-beta by operation, size and how the group lies on the nodes.
+"""Seconds of collectives: an alpha-beta model by operation, size and the group's spread over nodes.
 
-A ring sends (n-1)/n of the buffer through every rank, an all_reduce twice that; between nodes all members of a group on
-a node use their adapters at once, as NCCL's rings do, so a group with r ranks per node has r adapters, and a group
-with one has one: the other groups of the axis have the others (Thakur et al., 2005; NCCL, src/graph/tuning.cc).
+A ring sends (n-1)/n of the buffer through every rank, an all_reduce twice that. Between nodes, all members of a group
+on a node use their adapters at once, as NCCL's rings do. So a group with r ranks per node has r adapters. With one rank
+per node it has one, because the axis's other groups use the others (Thakur et al., 2005; NCCL, src/graph/tuning.cc).
 
     t = base + hops + moving * (1 + (ramp / moving) ** power),   moving = wire / bandwidth
 
-The last factor is what chunks, protocols and filling the pipe take off the bandwidth of messages that are not endless.
-An all_reduce of many nodes is a tree, which passes small messages on at once and large ones in chunks: it takes the
+The last factor is the loss of bandwidth to chunks, protocols and filling the pipe, for messages of finite size. Over
+many nodes an all_reduce is a tree, which forwards small messages at once and large ones in chunks; the model takes the
 faster of the two.
 """
 
@@ -58,12 +58,12 @@ _CURVE_OF = MappingProxyType(
 
 
 class NodeSpread(NamedTuple):
-    """How a group lies on the nodes.
+    """The spread of a group over nodes.
 
     Attributes:
-        ranks: in all.
-        nodes: that they lie on.
-        most: ranks on the node that has most of them.
+        ranks: ranks of the group.
+        nodes: nodes with ranks of the group.
+        most: ranks on the node with most of them.
     """
 
     ranks: int
@@ -72,16 +72,16 @@ class NodeSpread(NamedTuple):
 
     @property
     def outside(self) -> float:
-        """Share between nodes of what a rank of the emptiest node exchanges, as much with each other rank.
+        """Share of an even exchange that a rank of the emptiest node sends to other nodes.
 
-        That node has no more ranks than the mean of all but the fullest one.
+        That node has at most the mean number of ranks over all nodes except the fullest.
         """
         fewest = (self.ranks - self.most) // (self.nodes - 1) if self.nodes > 1 else self.ranks
         return (self.ranks - fewest) / max(self.ranks - 1, 1)
 
 
 def spread_of(ranks: Sequence[int], devices_per_node: int) -> NodeSpread:
-    """Count the nodes that a group lies on: launchers number ranks node by node.
+    """Count the nodes of a group, since launchers number ranks node by node.
 
     >>> spread_of(range(0, 64, 8), 8), spread_of(range(16), 8)
     (NodeSpread(ranks=8, nodes=8, most=1), NodeSpread(ranks=16, nodes=2, most=8))
@@ -95,20 +95,20 @@ def spread_of(ranks: Sequence[int], devices_per_node: int) -> NodeSpread:
 
 @dataclass(frozen=True)
 class Links:
-    """What a group communicates over.
+    """The links of a group.
 
     Attributes:
-        intra: bytes per second of a device to its node.
-        mesh: whether each pair of the node has a link of its own, instead of a switch between all.
-        devices: of a node.
-        in_switch: bytes per second of an all_reduce's buffer that the switch computes; None: it does not.
-        in_switch_from: ranks from which it does.
+        intra: bytes per second between a device and its node.
+        mesh: True if each pair of devices in a node has a separate link; False for a switch.
+        devices: devices per node.
+        in_switch: bytes per second of an all_reduce's buffer that the switch computes; None: it computes none.
+        in_switch_from: ranks from which the switch computes all_reduces.
         inter: bytes per second of a device's share of the adapters.
         taper: share of `inter` lost at each doubling of the nodes.
-        curves: of the links within a node, by operation.
+        curves: curves of the links within a node, by operation.
         fabric: curve of the network.
-        trees: whether the library gathers and scatters along trees where each node has one rank of the group, as NCCL
-            does since 2.23 (PAT).
+        trees: True if the library gathers and scatters along trees for groups with one rank per node, as NCCL does
+            since 2.23 (PAT).
     """
 
     intra: float
@@ -136,9 +136,9 @@ class Links:
         raise KeyError(op)
 
     def within(self, op: str, ranks: int) -> float:
-        """Return the bandwidth of a ring, or of all links of a mesh, of so many ranks of a node."""
+        """Return the bandwidth of a ring, or of all links of a mesh, of `ranks` ranks in a node."""
         curve = self.curve(op)
-        if self.mesh:  # a rank has a link to each other one, and uses those to its group
+        if self.mesh:  # a rank uses only its links to members of its group
             share = min(1.0, (ranks - 1) / max(self.devices - 1, 1))
             return self.intra * share * float(curve["efficiency"])
         return self.intra * float(curve["efficiency"]) * (1 - float(curve.get("pair_loss", 0)) / ranks)
@@ -150,15 +150,15 @@ class Links:
 
 
 class Load(NamedTuple):
-    """What the busiest rank of a collective moves, in bytes.
+    """Bytes that the busiest rank of a collective moves.
 
     Attributes:
         ranks: ranks in the group.
-        per_node: of them, how many are on the node that has most; all of them when the group is within one.
+        per_node: ranks on the node with most of them; all ranks if the group is within one node.
         moved: the larger of sent and received.
-        inter_node: of `moved`, what goes between nodes when each rank talks to each directly.
-        copied: what is packed and unpacked in memory.
-        nodes: nodes that the group lies on; 0: as few as there can be.
+        inter_node: the part of `moved` that crosses nodes if each rank communicates with each directly.
+        copied: bytes packed and unpacked in memory.
+        nodes: nodes of the group; 0: as few as possible.
     """
 
     ranks: int
@@ -170,18 +170,18 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, spread: NodeSpread, moved: int, copied: int = 0, inter_node: float | None = None) -> Load:
-        """Return that of a group that lies so; without `inter_node`, `spread.outside` of what is moved."""
+        """Return the load of a group with this spread; without `inter_node`, `spread.outside` of the moved bytes."""
         between = moved * spread.outside if inter_node is None else inter_node
         return cls(spread.ranks, spread.most, moved, between, copied, spread.nodes)
 
 
 def load_seconds(links: Links, op: str, load: Load) -> float:
-    """Return the seconds of a collective, or of a message (`send`, `permute`), of which the bytes moved are known.
+    """Return the seconds of a collective, or of a message (`send`, `permute`), with known bytes.
 
     Args:
-        links: that it goes over.
+        links: the links that it uses.
         op: one of `COLLECTIVES`, or a message.
-        load: what it moves; copies in memory are not counted.
+        load: its bytes; copies in memory are not counted.
     """
     n, pattern = load.ranks, COLLECTIVES.get(op)
     if n == 1:
@@ -196,15 +196,15 @@ def load_seconds(links: Links, op: str, load: Load) -> float:
 def collective_seconds(
     links: Links, op: str, size: float, spread: NodeSpread, moved: float | None = None, crossing: float | None = None
 ) -> tuple[float, str]:
-    """Return the seconds of a collective, and what bounds it: `latency`, `link` or `network`.
+    """Return the seconds of a collective, and its bound: `latency`, `link` or `network`.
 
     Args:
-        links: that it goes over.
+        links: the links that it uses.
         op: one of `COLLECTIVES`.
         size: bytes of the full buffer, as nccl-tests counts.
-        spread: how its group lies.
-        moved: bytes that the busiest rank sends or receives, where that is not what `size` says: of uneven exchanges.
-        crossing: of the bytes of an exchange, those that go between nodes; None: `spread.outside` of them.
+        spread: the group's spread over nodes.
+        moved: bytes that the busiest rank sends or receives, for uneven exchanges; None: as `size` implies.
+        crossing: bytes of an exchange that cross nodes; None: `spread.outside` of all.
     """
     pattern, n = COLLECTIVES[op], spread.ranks
     curve, fabric = links.curve(op), links.fabric
@@ -254,7 +254,7 @@ def collective_seconds(
 
 
 def message_seconds(links: Links, size: float, *, same_node: bool) -> tuple[float, str]:
-    """Return the seconds of a message from one rank to another."""
+    """Return the seconds of a message between two ranks, and its bound."""
     if same_node:
         curve = links.curves.get("send", links.curve("all_gather"))
         rate = links.intra / max(links.devices - 1, 1) if links.mesh else links.intra

@@ -1,6 +1,6 @@
-"""Reader and writer of TOML: run files, plans, machine files, calibrations.
+"""Reader and writer of TOML files: run files, plans, machine files, calibrations.
 
-A file that people keep has a `Schema`: its first line is `schema = 1`, and the reader upgrades older files.
+Files of users have a `Schema`: their first line is `schema = 1`, and the reader upgrades older files.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PLACE = re.compile(rf"\s*(\[*)\s*({_KEY}(?:\s*\.\s*{_KEY})*)\s*[\]=]")
 
 
 def move(old: str, new: str) -> Change:
-    """Return the change that gives a key another place; a file that has both keeps both, and is refused.
+    """Return the change that moves a key. A file with both keys keeps both, and is refused later.
 
     >>> move("parallel.dtype", "precision.dtype")(file := {"parallel": {"dtype": "bf16"}}); file
     {'parallel': {}, 'precision': {'dtype': 'bf16'}}
 
     Args:
-        old: section and key, with a dot between them.
-        new: the same.
+        old: old section and key, e.g. "train.rate".
+        new: new section and key.
     """
     (section, key), (to_section, to_key) = old.split("."), new.split(".")
 
@@ -53,8 +53,8 @@ class Schema:
     2
 
     Attributes:
-        name: of the kind, for messages.
-        upgrades: changes from each version to the next, from version 0 on: that of files without `schema`.
+        name: name of the kind, for messages.
+        upgrades: changes from each version to the next, starting at version 0, which has no `schema` line.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Schema:
 
     @property
     def version(self) -> int:
-        """The newest version, the one that is written."""
+        """The newest version, which is written."""
         return len(self.upgrades)
 
     def read(self, path: str | Path, hint: str = "a TOML file") -> TomlFile:
-        """Read the text of a file; the error of one that is not there has the closest name, or `hint`."""
+        """Read the text of a file; the error for a missing file has the closest name, or `hint`."""
         path = Path(path)
         try:
             return TomlFile(self, path, path.read_bytes().decode("utf-8-sig"))  # Notepad writes a byte order mark
@@ -83,7 +83,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class TomlFile:
-    """The text of a file, to read, to point at and to change."""
+    """The text of a file, for reading, for errors with lines, and for changes."""
 
     schema: Schema
     path: Path
@@ -93,7 +93,7 @@ class TomlFile:
         """Return the tables of the file, upgraded to the newest version."""
         try:
             table: dict[str, Any] = _parser.loads(self.text)
-        except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets in brackets
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, or deep brackets
             reason, _, place = str(error).partition(" (at ")
             at = re.search(r"line (\d+), column (\d+)", place)
             number = int(at[1]) if at else None
@@ -116,7 +116,7 @@ class TomlFile:
         return table
 
     def rewritten(self, changes: Mapping[str, Mapping[str, Any]]) -> str:
-        r"""Return the text with other values and of the newest version; comments and order stay.
+        r"""Return the text with other values and the newest schema; comments and order stay.
 
         >>> file = TomlFile(Schema("config"), Path(), "schema = 1\n\n[train]\nsteps = 3  # few\n")
         >>> print(file.rewritten({"train": {"steps": 4, "lr": 0.5}}).partition("[train]\n")[2])
@@ -125,7 +125,7 @@ class TomlFile:
         <BLANKLINE>
 
         Args:
-            changes: new values by section and key; None takes the key out.
+            changes: new values by section and key; None removes the key.
         """
         import tomlkit
 
@@ -144,23 +144,23 @@ class TomlFile:
                     document[section] = {}
                 body = document[section].value.body
                 end = next((at for at in range(len(body), 0, -1) if body[at - 1][0] is not None), 0)
-                after = body[end:]  # blank lines and comments, which are about the next section
+                after = body[end:]  # blank lines and comments, which belong to the next section
                 del body[end:]
                 document[section][key] = value
                 body.extend(after)
         return tomlkit.dumps(document)
 
     def error(self, blame: str, hint: str, *keys: str, seen: str = "") -> InvalidValue:
-        """Return an error that shows the line of a key, named after its tables, or `seen`; no key is for no line."""
+        """Return an error that shows the line of a key, below its tables, or `seen`; without a key, no line."""
         number = self.line(*keys)
         return InvalidValue(f"cannot read {self.place(number)}", blame, seen or self._line(number), hint)
 
     def place(self, number: int | None) -> str:
-        """Name the kind of file, the file, and the line if it is known."""
+        """Format the kind of file, its path, and the line if known."""
         return f"the {self.schema.name} {self.path}" + (f":{number}" if number else "")
 
     def line(self, *keys: str) -> int | None:
-        """Return the number of the line of a key, else of one of its name, as it may have moved, else of its table."""
+        """Return the line number of a key; else of any key with its name, which may have moved; else of its table."""
         found = list(self._places())
         for end in (slice(len(keys)), slice(-1, None), slice(1)):
             number = next((number for number, place in found if place[end] == keys[end] != ()), None)
@@ -182,20 +182,20 @@ class TomlFile:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file of this library itself, which has no schema."""
+    """Read a file of the library, which has no schema."""
     return dict(_parser.loads(path.read_text(encoding="utf-8")))
 
 
 def toml_text(content: Mapping[str, Any], schema: Schema | None = None, comment: str = "") -> str:
-    r"""Write TOML.
+    r"""Format content as TOML.
 
     >>> toml_text({"plan": {"a.w": "tp"}}, comment="on two ranks")
     '# on two ranks\n\n[plan]\n"a.w" = "tp"\n'
 
     Args:
-        content: tables as mappings, plain values before them.
-        schema: of the file; None: it has none.
-        comment: lines at its top.
+        content: plain values, then tables as mappings.
+        schema: the schema of the file; None: none.
+        comment: lines at the top of the file.
     """
     import tomlkit
 
@@ -209,7 +209,7 @@ def toml_text(content: Mapping[str, Any], schema: Schema | None = None, comment:
 
 
 def read_value(text: str) -> Any:
-    """Read a value of the command line: TOML, or a word without quotes.
+    """Read a value of the command line: TOML, or a word without quotes, e.g. `full`.
 
     >>> read_value("2"), read_value("true"), read_value("full every 2")
     (2, True, 'full every 2')
@@ -221,7 +221,7 @@ def read_value(text: str) -> Any:
 
 
 def written(text: str) -> Any:
-    r"""Return a value that `toml_text` writes as it is spelt here, also with a comment.
+    r"""Return a value that `toml_text` writes with exactly this spelling, including comments.
 
     >>> toml_text({"error": written("0.110  # of 3 runs")})
     'error = 0.110  # of 3 runs\n'

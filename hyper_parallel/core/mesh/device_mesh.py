@@ -1,6 +1,6 @@
-"""The mesh as a value: axis names, axis sizes and which rank sits where; and torch's DeviceMesh, read as one.
+"""Meshes as values: axis names, axis sizes and the rank at each position; and torch's DeviceMesh, read as a value.
 
-A value has no process group. A DeviceMesh is also flattened and re-ordered here.
+A value has no process group. This module also flattens and re-orders a DeviceMesh.
 """
 
 import math
@@ -22,14 +22,14 @@ Ranks = range | tuple[int, ...]
 
 
 class MeshAxes:
-    """Names and sizes of a mesh's axes and the ranks on it; never changed, and cheap to compare at 100,000 ranks.
+    """Names, sizes and ranks of a mesh's axes; immutable, and cheap to compare even for 100,000 ranks.
 
     >>> axes = MeshAxes((2, 4), ("dp", "tp"), range(8))
     >>> axes.index("tp"), axes.position(5), axes.coordinates(5), str(axes)
     (1, 5, (1, 1), 'dp=2, tp=4')
 
-    One instance is shared by all layouts called from the same mesh; its hash is computed once. The arguments have
-    been checked by `check_axes`.
+    All layouts called from one mesh share an instance, because its hash is computed once. `check_axes` checks the
+    arguments.
 
     Args:
         sizes: ranks along each axis.
@@ -51,7 +51,7 @@ class MeshAxes:
 
     @property
     def has_default_ranks(self) -> bool:
-        """Whether position and rank are the same number."""
+        """True if position and rank are the same number."""
         return self.ranks == range(len(self.ranks))
 
     def index(self, name: str) -> int:
@@ -59,7 +59,7 @@ class MeshAxes:
         return self.names.index(name)
 
     def position(self, rank: int) -> int:
-        """Return where a rank sits on the mesh, last axis fastest.
+        """Return the position of a rank on the mesh, last axis fastest.
 
         >>> MeshAxes((2,), ("dp",), range(4, 8, 2)).position(6)
         1
@@ -95,14 +95,14 @@ class MeshAxes:
         return self._hash
 
     def __reduce__(self) -> tuple[type["MeshAxes"], tuple[tuple[int, ...], tuple[str, ...], Ranks]]:
-        return (MeshAxes, (self.sizes, self.names, self.ranks))  # the hash of a str differs between processes
+        return (MeshAxes, (self.sizes, self.names, self.ranks))  # str hashes differ between processes
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
 
 
 def check_axes(shape: Any, names: Any, rank_list: Any = None) -> MeshAxes:
-    """Check everything a user can get wrong about a mesh and return it as a value.
+    """Check a user's arguments for a mesh, and return it as a value.
 
     >>> str(check_axes((2, 4), ("dp", "tp")))
     'dp=2, tp=4'
@@ -143,7 +143,7 @@ def check_axes(shape: Any, names: Any, rank_list: Any = None) -> MeshAxes:
 
 
 def compact_ranks(ranks: tuple[int, ...]) -> Ranks:
-    """Return evenly spaced ranks as a `range`, which compares and hashes in constant time; others as they are.
+    """Return evenly spaced ranks as a `range`, which compares and hashes in constant time; others unchanged.
 
     >>> compact_ranks((4, 6, 8)), compact_ranks((7,)), compact_ranks((0, 1, 3))
     (range(4, 10, 2), range(7, 8), (0, 1, 3))
@@ -158,7 +158,7 @@ def compact_ranks(ranks: tuple[int, ...]) -> Ranks:
 
 
 def describe_ranks(ranks: Ranks) -> str:
-    """Return ranks in a few characters however many there are.
+    """Format ranks in a few characters, however many there are.
 
     >>> describe_ranks(range(8, 16)), describe_ranks((0, 1, 4, 5)), describe_ranks(range(0, 1000, 8))
     ('8..15', '0, 1, 4, 5', '0, 8, ... 992 (125 ranks)')
@@ -171,7 +171,7 @@ def describe_ranks(ranks: Ranks) -> str:
 
 
 def unknown_axis(asked: str, name: object, axes: MeshAxes, given: str) -> ValueError:
-    """Return the error for a name that no axis has, with the nearest name that one has."""
+    """Return the error for an unknown axis name, with the nearest known name."""
     seen = f"{given}   mesh: {axes}"
     return InvalidValue(asked, f"no axis is called {name!r}", seen, nearest(name, axes.names))
 
@@ -181,7 +181,7 @@ def _check_ranks(asked: str, rank_list: Any, count: int, seen: str) -> Ranks:
         return range(count)
     hint = f"rank_list=range({count})"
     if isinstance(rank_list, range) and len(rank_list) == count and min(rank_list) >= 0:
-        return rank_list  # the common case at 100,000 ranks; a range has no repeats
+        return rank_list  # fast path for 100,000 ranks, as a range has no repeats
     ranks = [read_int(asked, f"rank_list[{index}]", rank, 0, hint) for index, rank in enumerate(rank_list)]
     if len(ranks) != count:
         blame = f"rank_list has {len(ranks)} ranks and the mesh has {count} places"
@@ -194,16 +194,16 @@ def _check_ranks(asked: str, rank_list: Any, count: int, seen: str) -> Ranks:
     return compact_ranks(tuple(ranks))
 
 
-# Guards the table below; it is no state of a rank, but a lock.
+# Guards the table below; a lock is no state of a rank.
 _LOCK = threading.Lock()
 
-# What `axes_of` once read from a mesh: a pure function of a mesh that never changes, so no state of a rank. Weak, so
-# that no mesh outlives its process groups; all access is under the lock.
+# Results of `axes_of`, which is a pure function of an immutable mesh, so this is no state of a rank. Weak, because a
+# mesh must not outlive its process groups. All access is under the lock.
 _AXES = WeakKeyDictionary[DeviceMesh, MeshAxes]()
 
 
 def axes_of(mesh: Any) -> MeshAxes:
-    """Return names, sizes and ranks of a DeviceMesh; a mesh without names gets "axis0", "axis1", ...
+    """Read names, sizes and ranks of a DeviceMesh; a mesh without names gets "axis0", "axis1", ...
 
     Raises:
         TypeError: not a DeviceMesh.
@@ -218,7 +218,7 @@ def axes_of(mesh: Any) -> MeshAxes:
     if known is not None:
         return known
     names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
-    with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+    with _disable_current_modes():  # ranks must be real numbers, even under a fake tensor mode
         ranks = mesh.mesh.flatten().tolist()
     axes = check_axes(tuple(mesh.shape), tuple(names), ranks)
     with _LOCK:
@@ -226,27 +226,27 @@ def axes_of(mesh: Any) -> MeshAxes:
 
 
 class OwnerMesh(DeviceMesh):
-    """The ranks at one place along the last axis of a mesh, which hold a tensor among them: a mesh of the same axes.
+    """Mesh of the ranks at one place along the last axis of another mesh, of the same axes; only they hold a tensor.
 
-        OwnerMesh(init_device_mesh("cpu", (4,)), 2)  # rank 2 has all of a tensor, and the other ranks have none of it
+        OwnerMesh(init_device_mesh("cpu", (4,)), 2)  # rank 2 has the whole tensor, the other ranks have none of it
 
-    A DTensor on it has an empty local tensor on all other ranks, as torch has it where a rank is not on the mesh. No
-    process group is made, and nothing is communicated.
+    A DTensor on it has an empty local tensor on all other ranks, as in torch on ranks outside of a mesh. No process
+    group is made, and nothing is communicated.
 
     Args:
-        among: The mesh. What is known of the tensor to its other ranks, such as where to find all of it, is said there.
+        among: The other mesh. Facts for all of its ranks, e.g. the place of the whole tensor, refer to this mesh.
         owner: The place along its last axis.
     """
 
     def __init__(self, among: DeviceMesh, owner: int) -> None:
-        with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+        with _disable_current_modes():  # ranks must be real numbers, even under a fake tensor mode
             ranks = among.mesh[..., owner : owner + 1].contiguous()
             super().__init__(among.device_type, ranks, mesh_dim_names=among.mesh_dim_names, _init_backend=False)
         self.among = among
         self.owner = owner
 
     def __eq__(self, other: object) -> bool:
-        # Never equal to a plain mesh of these ranks: torch caches layouts by their mesh, and would give the plain one.
+        # Unequal to a plain mesh of these ranks, because torch caches layouts by mesh and would return the plain one.
         return isinstance(other, OwnerMesh) and self.among == other.among and super().__eq__(other)
 
     def __hash__(self) -> int:
@@ -254,26 +254,26 @@ class OwnerMesh(DeviceMesh):
 
 
 def mesh_among(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh whose ranks share a tensor on `mesh`: that of an `OwnerMesh`'s other ranks too, else `mesh`."""
+    """Return the mesh whose ranks share a tensor on `mesh`: `among` of an `OwnerMesh`, else `mesh` itself."""
     return mesh.among if isinstance(mesh, OwnerMesh) else mesh
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:
-    """Return the names and sizes of a mesh's axes, for messages."""
+    """Format the names and sizes of a mesh's axes for messages."""
     names = mesh.mesh_dim_names or [f"axis {index}" for index in range(mesh.ndim)]
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
 def check_member(asked: str, mesh: DeviceMesh, which: str = "the mesh") -> None:
-    """Refuse a mesh that the calling rank is not on.
+    """Refuse a mesh without the calling rank.
 
     Args:
         asked: the start of an error message, "cannot ...".
         mesh: the mesh.
-        which: what to call it.
+        which: name of the mesh in the message, e.g. "the data mesh".
 
     Raises:
-        ValueError: it is not.
+        ValueError: the calling rank is not on the mesh.
     """
     if mesh.get_coordinate() is None:
         with _disable_current_modes():
@@ -285,17 +285,17 @@ def check_member(asked: str, mesh: DeviceMesh, which: str = "the mesh") -> None:
 
 
 def check_ascending(asked: str, mesh: DeviceMesh) -> None:
-    """Refuse a mesh along an axis of which ranks do not ascend.
+    """Refuse a mesh whose ranks do not ascend along some axis.
 
-    A process group sorts its ranks. So what torch scatters or gathers over such an axis is in another order than the
-    places on the mesh, by which a rank takes its shard of what it has.
+    A process group sorts its ranks. Over such an axis, torch would scatter and gather in rank order, but a rank takes
+    its shard by its position on the mesh.
 
     Args:
         asked: the start of an error message, "cannot ...".
         mesh: the mesh.
 
     Raises:
-        ValueError: there is such an axis.
+        ValueError: ranks do not ascend along some axis.
     """
     axes = axes_of(mesh)
     if isinstance(axes.ranks, range) and axes.ranks.step > 0:
@@ -309,12 +309,12 @@ def check_ascending(asked: str, mesh: DeviceMesh) -> None:
 
 
 def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:
-    """Return the 1-D mesh over several axes of a mesh, under a new name; the second call returns the first's mesh.
+    """Return the 1-D mesh over several axes of a mesh, under a new name; a second call returns the same mesh.
 
         dp = flatten_axes(mesh, ("dp_replicate", "dp_shard"), "dp")
 
-    The first call makes a process group, so every rank must make it. torch's own redistribute then merges steps over
-    these axes, which loses rows of dims that do not divide evenly; `hyper_parallel.redistribute` does not.
+    The first call makes a process group, so every rank must make it. torch's redistribute then merges steps over
+    these axes and loses rows of dims that do not divide evenly; `hyper_parallel.redistribute` does not.
 
     Args:
         mesh: a mesh with named axes.
@@ -348,12 +348,12 @@ def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMes
 
 
 def reorder_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Return a mesh of the same ranks and process groups with its axes in another order; nothing is communicated.
+    """Return a mesh of the same ranks and process groups with its axes in another order, without communication.
 
     Two calls with the same arguments return equal meshes.
 
     Args:
-        mesh: a mesh with named axes that the calling rank is on.
+        mesh: a mesh with named axes that contains the calling rank.
         names: all axis names of the mesh, in the new order.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The degrees of each kind of parallelism, and the one mesh that all of them are cut from.
+"""The degree of each kind of parallelism, and the mesh that all of them share.
 
-`ParallelDims` is a value: degrees that multiply to the world size. It is checked when it is made, long before
-anything communicates, and every message prints every degree.
+`ParallelDims` is a value: degrees that multiply to the world size. Its constructor checks them, long before any
+communication, and every message prints every degree.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.common.groups import group_of, init_process_group
 from hyper_parallel.platform import get_platform
 
-AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")  # of the mesh's names
-# Of the ranks, outermost first. Launchers number ranks node by node, so that ranks of tp, which communicate most, are
-# neighbours on one node, and stages, which communicate least, reach over nodes.
+AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")  # of the mesh's axes
+# Order of the ranks, outermost first. Launchers number ranks node by node. So ranks of tp, which communicate most, are
+# neighbours on one node, and stages, which communicate least, span nodes.
 RANK_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree", "fold_experts")
 RESERVED_NAMES = ("efsdp", "etp", "batch")
@@ -44,7 +44,7 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class _Built(NamedTuple):
     root: DeviceMesh
     by_name: Mapping[str, DeviceMesh]
-    by_axes: dict[tuple[str, ...], DeviceMesh]  # what was joined so far, by its axes
+    by_axes: dict[tuple[str, ...], DeviceMesh]  # joined meshes so far, by their axes
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class ParallelDims:
 
     Args:
         dp_replicate: copies of the (sharded) parameters.
-        dp_shard: ranks that share one copy of the parameters; -1 takes what the other degrees leave of `world_size`.
+        dp_shard: ranks that share one copy of the parameters; -1 takes the rest of `world_size`.
         cp: ranks that split the sequence (context parallelism).
         tp: ranks that split tensors inside a layer (tensor parallelism).
         pp: pipeline stages.
-        ep: ranks that split the experts, an axis of its own.
+        ep: ranks that split the experts, on a separate axis.
         etp: ranks that split tensors inside an expert; with `ep > 1` it is `tp` or 1. It is no axis of the mesh.
         ulysses_degree: the part of `cp` that splits attention heads; it divides `cp`, None means all of `cp`. Ignored
             with `cp=1`.
         world_size: the number of ranks; the product of all axes must equal it.
-        fold_experts: experts are split over the ranks of `cp`, and with `etp=1` over those of `tp`, as well: then so
-            many ranks share them without an `ep` of as many ("MoE parallel folding", arXiv:2504.14960).
+        fold_experts: experts are also split over the ranks of `cp` and, with `etp=1`, of `tp`. More ranks then share
+            the experts without a larger `ep` ("MoE parallel folding", arXiv:2504.14960).
 
     Raises:
         ValueError: a degree is not a whole number of at least 1, or the degrees do not fit `world_size` or each other.
@@ -88,10 +88,10 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, parallel_cfg: Any, world_size: int) -> ParallelDims:
-        """Read the degrees from any object (or mapping) that has some of their names.
+        """Read the degrees from any object or mapping that has some of their names, e.g. `{"tp": 4}`.
 
-        What is missing or None takes its default, except that `etp` defaults to `tp`, the older name `dp` stands for
-        `dp_shard` unless that is given too, and with neither of them `dp_shard` is inferred.
+        Missing and None degrees take their defaults, except: `etp` defaults to `tp`, the older name `dp` stands for
+        `dp_shard` unless that is given too, and without both `dp_shard` is inferred.
 
         >>> ParallelDims.from_config({"tp": 4}, world_size=8).dp_shard
         2
@@ -99,8 +99,8 @@ class ParallelDims:
         'dp_replicate=1 dp_shard=1 cp=1 tp=1 pp=1 ep=1 etp=1 ulysses_degree=None | dp=1 world=1'
 
         Raises:
-            ValueError: as for the constructor; text or a number in place of a configuration, names that are nearly
-                those of degrees, a mapping that has other names only.
+            ValueError: as for the constructor; text or a number as a configuration; misspelled degrees; a mapping with
+                other names only.
         """
         _check_names(parallel_cfg, (*DEGREES, "dp", "world_size"))
         given = {name: value for name in DEGREES if (value := _read(parallel_cfg, name)) is not None}
@@ -111,7 +111,7 @@ class ParallelDims:
         return cls(**given, world_size=world_size)
 
     def to_config(self) -> dict[str, Any]:
-        """Return what `from_config` reads these degrees from; None for a degree that means nothing here.
+        """Return a dict of degrees for `from_config`; None for a degree without effect here.
 
         >>> {name: value for name, value in ParallelDims(tp=2, dp_shard=2, world_size=4).to_config().items() if value}
         {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 2, 'pp': 1, 'ep': 1}
@@ -140,16 +140,16 @@ class ParallelDims:
         if self.cp > 1:
             self._set("ulysses_degree", self._checked_ulysses_degree())
 
-    # What the degrees mean
+    # Derived sizes
 
     @property
     def dp_size(self) -> int:
-        """The number of ranks that read different samples: dp_replicate * dp_shard."""
+        """The size of data parallelism: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def non_dp_size(self) -> int:
-        """The number of ranks that work on the same samples: tp * cp * pp * ep."""
+        """The number of ranks per data-parallel rank: tp * cp * pp * ep."""
         return self.tp * self.cp * self.pp * self.ep
 
     @property
@@ -159,22 +159,22 @@ class ParallelDims:
 
     @property
     def token_ranks(self) -> int:
-        """The number of ranks that compute with different tokens: those, times cp."""
+        """The number of ranks that compute with different tokens: batch_ranks * cp."""
         return self.batch_ranks * self.cp
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether tensors are split inside layers."""
+        """True if tensors are split inside layers."""
         return self.tp > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether the sequence is split."""
+        """True if the sequence is split."""
         return self.cp > 1
 
     @property
     def ep_enabled(self) -> bool:
-        """Whether the experts are split."""
+        """True if the experts are split."""
         return self.expert_ranks > 1
 
     @property
@@ -191,11 +191,11 @@ class ParallelDims:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks that the experts are split over."""
+        """The number of ranks that split the experts."""
         return math.prod(int(getattr(self, axis)) for axis in self.expert_axes)
 
     def expert_groups(self) -> list[list[int]]:
-        """Return the ranks of each group that the experts are split over.
+        """Return the ranks of each group that splits the experts.
 
         >>> ParallelDims(ep=2, tp=2, dp_shard=2, etp=1, world_size=8).expert_groups()
         [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -213,17 +213,17 @@ class ParallelDims:
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether there is more than one pipeline stage."""
+        """True if there is more than one pipeline stage."""
         return self.pp > 1
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether parameters are sharded or replicated over data-parallel ranks."""
+        """True if parameters are sharded or replicated over data-parallel ranks."""
         return self.dp_shard > 1 or self.dp_replicate > 1
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The mesh's axes and their sizes, in its order: every degree above 1, or `dp_shard` alone when all are 1.
+        """The mesh's axes and their sizes, in mesh order: every degree above 1, or only `dp_shard` when all are 1.
 
         >>> ParallelDims(tp=2, pp=2, world_size=4).mesh_axes
         {'tp': 2, 'pp': 2}
@@ -233,7 +233,7 @@ class ParallelDims:
 
     @property
     def flattened_axes(self) -> dict[str, tuple[str, ...]]:
-        """The further names of the mesh, each with the axes it flattens into one; absent names are omitted.
+        """Further names of the mesh, each with the axes that it flattens into one; absent names are omitted.
 
         >>> ParallelDims(dp_replicate=2, dp_shard=2, cp=2, world_size=8).flattened_axes
         {'fsdp': ('dp_shard',), 'dp': ('dp_replicate', 'dp_shard'), 'loss': ('dp_replicate', 'dp_shard', 'cp')}
@@ -243,7 +243,7 @@ class ParallelDims:
         return {name: axes for name, axes in flattened.items() if axes}
 
     def summary(self) -> str:
-        """Return one line with every degree, the data-parallel size, the world size, and how stages take ranks.
+        """Return one line with every degree, the data-parallel size, the world size, and the ranks of a stage.
 
         >>> ParallelDims(dp_shard=2, world_size=2).summary()
         'dp_replicate=1 dp_shard=2 cp=1 tp=1 pp=1 ep=1 etp=1 ulysses_degree=None | dp=2 world=2'
@@ -259,21 +259,21 @@ class ParallelDims:
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Return the mesh of these degrees; a second call returns the same object.
 
-        The axes are those of `mesh_axes`. Ranks are numbered with pp outermost and tp innermost: a stage has
-        consecutive ranks, and so has a group of tp. The names of `flattened_axes` can be looked up like an axis, as in
-        `mesh["fsdp"]`. torch (2.11 to 2.15) warns then that such lookups may go one day, and up to 2.12 it cannot do
-        them where `ep` lies between the flattened axes. `get_mesh` has neither limit, and says why a name is absent.
+        The axes are `mesh_axes`. Ranks are numbered with pp outermost and tp innermost, so stages and tp groups have
+        consecutive ranks. The names of `flattened_axes` work like axes, e.g. `mesh["fsdp"]`. torch (2.11 to 2.15) warns
+        that such look-ups may be removed. Up to 2.12 it cannot do them if `ep` lies between the flattened axes.
+        `get_mesh` has neither limit, and explains why a name is absent.
 
-        Communication: a process group per axis and per flattened name that joins several axes (forward: none of the
-        model's; backward: none). A name for a single axis shares that axis's group.
+        Communication: a process group per axis and per flattened name of several axes. A name for a single axis shares
+        that axis's group.
 
         Args:
-            device_type: "cpu", "cuda", "npu"; None takes the calling rank's default.
+            device_type: "cpu", "cuda" or "npu"; None: the calling rank's default.
 
         Raises:
             TypeError: device_type is no str.
-            ValueError: there is no process group and no environment of torchrun to make one from, it does not have
-                `world_size` ranks, or the mesh was built for another device type before.
+            ValueError: no process group and no torchrun environment to make one from; a process group of another size
+                than `world_size`; a mesh that was built for another device type before.
         """
         check("cannot build a mesh", "str | None", device_type=device_type)
         self._require_process_group()
@@ -290,10 +290,10 @@ class ParallelDims:
         return built.root
 
     def get_mesh(self, name: str) -> DeviceMesh:
-        """Return the one-dimensional mesh called `name`, an axis or one of `flattened_axes`, of the calling rank.
+        """Return the calling rank's one-dimensional mesh `name`, an axis or one of `flattened_axes`.
 
         Raises:
-            ValueError: the mesh has no such name, and the message says why; or it is not built yet.
+            ValueError: the mesh has no such name, with the reason; or it is not built yet.
         """
         if name not in self.mesh_axes and name not in self.flattened_axes:
             axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh_axes.items())
@@ -333,16 +333,15 @@ class ParallelDims:
     def data_mesh(self, *, experts: bool = False) -> DeviceMesh:
         """Return the mesh for `fully_shard`: (shard,), or (replicate, shard) with `dp_replicate > 1`.
 
-        Parameters are split over all ranks that compute with different tokens, dp_shard x ep x cp, as each of them
-        needs all parameters unsharded and adds to their gradients. Experts are split over `expert_axes`
-        already: what remains for them is dp_shard x cp, or dp_shard alone where cp is one of these. Where
-        nothing is to be split over, the shard axis has size 1.
+        Parameters are split over all ranks that compute with different tokens, dp_shard x ep x cp, because each of them
+        needs all parameters and adds to their gradients. Experts are already split over `expert_axes`. They are split
+        further over dp_shard x cp, or over dp_shard only if cp is an expert axis. Without any rank to split over, the
+        shard axis has size 1.
 
-        Communication: the first call makes process groups; every rank must call it, for the same meshes in the same
-        order.
+        Communication: the first call makes process groups; every rank must make the same calls in the same order.
 
         Args:
-            experts: for parameters that are split over `expert_axes`.
+            experts: True for parameters that are split over `expert_axes`.
 
         Raises:
             TypeError: experts is no bool.
@@ -357,7 +356,7 @@ class ParallelDims:
             return shard
         built, key = self._built("the data mesh"), ("shards of", *axes)
         if key not in built.by_axes:
-            # An axis of one rank is on no mesh of torch's that has other axes, too: this one is put together by hand.
+            # torch's meshes with several axes have no axes of one rank, so this mesh is assembled here.
             shard_group = group_of((dist.get_rank(),), ("alone",)) if shard is None else shard.get_group()
             if copies is None:
                 made = DeviceMesh.from_group(shard_group, built.root.device_type, mesh_dim_names=("shard",))
@@ -370,7 +369,7 @@ class ParallelDims:
         return built.by_axes[key]
 
     def _ranks_along(self, root: DeviceMesh, axes: tuple[str, ...]) -> torch.Tensor:
-        """Return the ranks that differ from the calling one along these axes only."""
+        """Return the ranks that differ from the calling rank only along these axes."""
         here = root.get_coordinate()
         assert here is not None, "the mesh has every rank"
         place = [slice(None) if axis in axes else at for axis, at in zip(self.mesh_axes, here, strict=True)]
@@ -387,10 +386,10 @@ class ParallelDims:
 
     @property
     def _meshes(self) -> WeakKeyDictionary[Any, _Built]:
-        # Ranks may be threads of one process and share one ParallelDims. Each has its own default group, so that is the
-        # key: no rank is handed another's mesh, and a world that is started anew gets a new one. No lock is held while
-        # a mesh is built, as that communicates with the other ranks; no two ranks ever write the same key. This is no
-        # field: equality, copies and pickles are about the degrees alone.
+        # Ranks may be threads of one process that share a ParallelDims. The key is the default group, which differs by
+        # rank, so that no rank gets another's mesh, and a restarted world gets a new one. No lock is held during a
+        # build, because it communicates; no two ranks write the same key. This is no dataclass field, because equality,
+        # copies and pickles are about the degrees only.
         meshes: WeakKeyDictionary[Any, _Built] = self.__dict__.setdefault("_meshes_of_worlds", WeakKeyDictionary())
         return meshes
 
@@ -443,15 +442,15 @@ class ParallelDims:
         close = difflib.get_close_matches(name, (*AXIS_ORDER, *dict(_STANDS_FOR)), n=1)
         return "it is no axis of ParallelDims" + (f"; did you mean {close[0]!r}?" if close else "")
 
-    # The model
+    # Checks of a model
 
     def validate_against_model(self, model: Any, seq_len: int | None = None) -> None:
         """Check that the numbers in `model.config`, if it has one, can be split by these degrees.
 
         Args:
             model: its config's `num_attention_heads` must be divisible by tp * ulysses_degree, `num_key_value_heads` by
-                tp, `num_experts` and `num_local_experts` by `expert_ranks`. What the config lacks is not checked.
-            seq_len: the global sequence length, which must be divisible by cp * tp; None is not checked.
+                tp, `num_experts` and `num_local_experts` by `expert_ranks`. Absent numbers are not checked.
+            seq_len: the global sequence length, which must be divisible by cp * tp; None: no check.
 
         Raises:
             TypeError: seq_len is no int.
@@ -492,7 +491,7 @@ class ParallelDims:
         for name in (f.name for f in fields(self) if f.name != "fold_experts"):
             value = getattr(self, name)
             if name == "ulysses_degree" and (value is None or _is_whole(value) or self.cp != 1):
-                continue  # its value is checked where it counts, with cp > 1
+                continue  # checked only with cp > 1, where it has an effect
             if not _is_whole(value):
                 raise self._error(
                     f"cannot use {name}={value!r}: a degree is a whole number, not {type(value).__name__}",
@@ -529,12 +528,12 @@ class ParallelDims:
         return degree
 
     def _said(self) -> list[tuple[str, Any]]:
-        """The fields that messages print: folding where there is some."""
+        """Return the fields that messages print; `fold_experts` only if it is set."""
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return [(name, value) for name, value in named if name != "fold_experts" or value is not False]
 
     def _set(self, name: str, value: int) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ fills values in
+        object.__setattr__(self, name, value)  # frozen dataclass; only __post_init__ sets values
 
     def _error(self, what: str, hint: str) -> InvalidValue:
         degrees = ", ".join(f"{name}={value}" for name, value in self._said())
@@ -542,11 +541,11 @@ class ParallelDims:
 
 
 def _name(root: DeviceMesh, source: DeviceMesh, name: str) -> DeviceMesh:
-    """Make the one-dimensional mesh `source` known to `root` as `name` too, without new process groups.
+    """Register the one-dimensional mesh `source` at `root` as `name` too, without new process groups.
 
-    torch's own `_flatten` would do for a single axis as well, but it makes new groups (on an accelerator: communicators
-    with buffers of their own) for the very ranks that have one already. Its result is kept in the same place, so
-    `root[name]` and `root.get_group(name)` find either.
+    torch's `_flatten` would work for a single axis, too. But it makes new groups for ranks that already have one, on
+    accelerators with new communicator buffers. The mesh is kept in the same place, so `root[name]` and
+    `root.get_group(name)` find both.
     """
     mesh = copy.copy(source)
     mesh._mesh_dim_names = (name,)
@@ -556,8 +555,8 @@ def _name(root: DeviceMesh, source: DeviceMesh, name: str) -> DeviceMesh:
     kept = mesh
     layout: Any = source._layout
     if hasattr(layout, "coalesce"):
-        # Up to torch 2.12, root[name] wraps the layout that it finds, so what is kept must be bare. What is returned is
-        # wrapped like a slice: the two must be equal, or DTensors on them could not meet.
+        # Up to torch 2.12, root[name] wraps the kept layout, so the kept one must be unwrapped. The returned mesh is
+        # wrapped like a slice: both must be equal, or operations on DTensors of both would fail.
         kept = copy.copy(mesh)
         kept._layout = layout[0] if len(layout[0]) == 1 else layout
         mesh._layout = layout.nest() if isinstance(layout.sizes, int) else layout
@@ -566,12 +565,12 @@ def _name(root: DeviceMesh, source: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def _read(source: Any, name: str) -> Any:
-    """Return the entry or attribute `name`, None where there is none."""
+    """Return the entry or attribute `name`, or None."""
     return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
 
 
 def _check_names(source: Any, names: tuple[str, ...]) -> None:
-    """Refuse what cannot be a configuration of degrees, or has their names misspelled."""
+    """Refuse objects that cannot be a configuration of degrees, and misspelled degrees."""
     asked, known = "cannot read the degrees of a run", ", ".join(names)
     is_mapping = isinstance(source, Mapping)
     given = list(source) if is_mapping else list(getattr(source, "__dict__", ()))
@@ -586,7 +585,7 @@ def _check_names(source: Any, names: tuple[str, ...]) -> None:
         raise InvalidValue(asked, blame, f"got: {source!r}"[:200], f'{{"tp": 4}}; names: {known}')
 
 
-@lru_cache(maxsize=256)  # a search asks for the same few fields of its descriptions each time
+@lru_cache(maxsize=256)  # a search repeats the same few names
 def _is_nearly_one(name: str, names: tuple[str, ...]) -> bool:
     return bool(difflib.get_close_matches(name, names, 1, 0.75))
 

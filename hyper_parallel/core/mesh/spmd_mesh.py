@@ -1,9 +1,9 @@
-"""The SPMD mesh of a sharded parameter that has a mesh of its own already.
+"""The SPMD mesh of a sharded parameter that is already on another mesh.
 
-A tensor-parallel weight lies on a mesh of its own, and is split further over the data-parallel ranks. One DTensor must
-then describe both splits, on one mesh. If the axes of that mesh are in the order of the splits, the parameter's own
-first, plain `Shard` placements mean a shard of a shard, also for uneven sizes and in distributed checkpoints. Such a
-mesh is made of the groups that exist; its ranks follow from the mesh that both were sliced from.
+A tensor-parallel weight is on a mesh already, and is split further over the data-parallel ranks. One DTensor must then
+describe both splits on one mesh. If its axes are in the order of the splits, the parameter's axes first, plain `Shard`
+placements mean a shard of a shard, also for uneven sizes and in distributed checkpoints. Such a mesh reuses existing
+process groups; its ranks follow from the mesh that both meshes were sliced from.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh
 Ranks = npt.NDArray[np.int64]
 
 
-# Guards the table below, and is held for no longer than a look into it; it is no state of a rank, but a lock.
+# Guards the table below, and is held only for look-ups; a lock is no state of a rank.
 _LOCK = threading.Lock()
 
 
-# What `split_world` made for each default process group: every rank has a default group of its own, so this holds
-# no state of a rank that another one could see; all access is under the lock. The meshes are held weakly, as each holds
-# groups, the default one maybe among them; one that is made again finds its groups again.
+# Meshes of `split_world` by default process group. Each rank has a separate default group, so ranks share no state
+# here; all access is under the lock. The meshes are weak, because each holds groups, possibly the default group. A mesh
+# that is made again finds its groups again.
 _WORLD_MESHES = WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[tuple[str, int], DeviceMesh]]()
 
 
 class SpmdMesh(NamedTuple):
-    """The mesh of a sharded parameter, and where the axes of the parameter's first mesh are on it.
+    """The mesh of a sharded parameter, and the places of its first mesh's axes.
 
     Attributes:
-        mesh: the kept axes of the parameter's mesh, in their order, then those of data parallelism.
-        kept: indices of the axes of the parameter's mesh that are the first ones of `mesh`.
-        shared: indices of the axes of the parameter's mesh whose ranks are data-parallel ones: the caller sees to it
-            that the parameter is replicated along these.
+        mesh: the kept axes of the parameter's mesh, in their order, then the data-parallel axes.
+        kept: indices of the axes of the parameter's mesh that are the first axes of `mesh`.
+        shared: indices of the axes of the parameter's mesh whose ranks are data-parallel. The caller must ensure that
+            the parameter is replicated along them.
     """
 
     mesh: DeviceMesh
@@ -55,24 +55,24 @@ class SpmdMesh(NamedTuple):
 
 
 def spmd_mesh_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
-    """Return the mesh over the axes of two meshes; no group is made, and nothing is communicated.
+    """Return the mesh over the axes of two meshes, without new groups and without communication.
 
         root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         spmd_mesh_of(root["tp"], root["dp"])  # mesh: tp=2, dp=4; kept: (0,), shared: ()
         spmd_mesh_of(root, root["dp"])        # mesh: tp=2, dp=4; kept: (1,), shared: (0,)
 
-    Axes are identified by their ranks. One whose ranks are all on the data mesh is shared, be it one axis of that, a
-    part of a flattened one, or all of several. An axis of one rank is shared if an axis of one rank on the data mesh
-    has its name. The second call with equal arguments returns the first's result.
+    Axes are identified by their ranks. An axis is shared if all of its ranks are on the data mesh, e.g. as one axis, as
+    part of a flattened axis, or as several axes. An axis of one rank is shared if an axis of one rank on the data mesh
+    has its name. A second call with equal arguments returns the same result.
 
     Args:
-        param_mesh: where the parameter is.
-        data_mesh: the data-parallel axes: the same root mesh, or another slice of it. A mesh of its own works where the
-            root of one holds all ranks of both, and all slices of the one lie in the same way on the other.
+        param_mesh: the parameter's mesh.
+        data_mesh: the data-parallel axes: the same root mesh, or another slice of it. A mesh from another root works if
+            one of the roots holds all ranks of both, and all slices of one lie in the same way on the other.
 
     Raises:
-        ValueError: two device types, a mesh without the calling rank, an axis that is on the data mesh only in part,
-            meshes that have no common root, or that do not cross.
+        ValueError: two device types; a mesh without the calling rank; an axis partly on the data mesh; meshes without a
+            common root, or that do not cross.
     """
     made = _made_with(data_mesh)
     key = (param_mesh, data_mesh)
@@ -84,10 +84,10 @@ def spmd_mesh_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
 def split_world(device_type: str, shard_size: int) -> DeviceMesh:
     """Return the mesh of all ranks with the axes "replicate" and "shard", shards on consecutive ranks.
 
-        split_world("cpu", 4)  # of 8 ranks: replicate=2, shard=4; the shards of one copy are on ranks 0 to 3
+        split_world("cpu", 4)  # with 8 ranks: replicate=2, shard=4; the shards of one copy are on ranks 0 to 3
 
-    Every rank must call it, in the same order as other calls that make groups. Groups of the same ranks are made once,
-    for as long as torch.distributed is initialised.
+    Every rank must call it, in the same order as other calls that make groups. Groups of the same ranks are made once
+    per lifetime of torch.distributed.
 
     Args:
         device_type: "cpu", "cuda", "npu".
@@ -109,20 +109,19 @@ def split_world(device_type: str, shard_size: int) -> DeviceMesh:
 
 
 def split_replicated(param_mesh: DeviceMesh, replicated: Sequence[int], shard_size: int) -> SpmdMesh:
-    """Return the mesh that splits a parameter further, over some axes of its own mesh along which it is replicated.
+    """Return the mesh that splits a parameter further, over axes of its mesh along which it is replicated.
 
         root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         split_replicated(root, (0,), 2)  # mesh: tp=2, replicate=2, shard=2; kept: (1,), shared: (0,)
 
-    The ranks along the replicated axes, the last axis fastest, are cut into runs of `shard_size`: these are the shard
-    groups. Every rank of the mesh that param_mesh is a slice of must call it, with its own slice, in the same order
-    as other calls that make groups. Groups that exist are used again. The second call with equal arguments returns the
-    first's result.
+    The ranks along the replicated axes, the last axis fastest, are cut into runs of `shard_size`, the shard groups.
+    Every rank of the root of `param_mesh` must call it, with its slice, in the same order as other calls that make
+    groups. Existing groups are reused. A second call with equal arguments returns the same result.
 
     Args:
-        param_mesh: where the parameter is.
+        param_mesh: the parameter's mesh.
         replicated: indices of the axes along which the parameter is replicated, in mesh order.
-        shard_size: ranks that each part of the parameter is split over.
+        shard_size: ranks that split each part of the parameter.
 
     Raises:
         ValueError: shard_size does not divide the number of ranks along those axes; a mesh without the calling rank.
@@ -141,22 +140,22 @@ def split_replicated(param_mesh: DeviceMesh, replicated: Sequence[int], shard_si
 
 
 def divisor(shard_size: int, rows: int, domain: int) -> int:
-    """Return the number of ranks that a parameter is split over: the largest that is even, and no more than asked for.
+    """Return the number of ranks that split a parameter: the largest divisor of `rows` and `domain` up to the limit.
 
     >>> divisor(-1, rows=12, domain=8), divisor(8, rows=6, domain=4), divisor(4, rows=7, domain=8)
     (4, 2, 1)
 
     Args:
-        shard_size: ranks asked for, at least 1; -1 and more than `domain` mean all.
+        shard_size: most ranks, at least 1; -1 and more than `domain` mean all.
         rows: the size of dim 0.
-        domain: the ranks that hold the same data.
+        domain: number of ranks that hold the same data.
     """
     most = domain if shard_size == -1 else min(shard_size, domain)
     common = math.gcd(rows, domain)
     return next(size for size in range(min(most, common), 0, -1) if common % size == 0)
 
 
-# How an SPMD mesh is put together
+# Construction of an SPMD mesh
 
 
 _TOGETHER = "cannot put a parameter's mesh and the data mesh together"
@@ -182,9 +181,9 @@ def _spmd_mesh(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
 
 
 def _is_shared(param_mesh: DeviceMesh, data_mesh: DeviceMesh, axis: int, param: Ranks, data: Ranks) -> bool:
-    """Tell whether the ranks of an axis of the parameter's mesh are ranks of the data mesh."""
+    """Return True if the ranks of an axis of the parameter's mesh are on the data mesh."""
     line = _line(param, axis)
-    if len(line) == 1:  # the calling rank, which is on both: only the name can tell
+    if len(line) == 1:  # the calling rank, which is on both: the name decides
         names, name = data_mesh.mesh_dim_names or (), _name(param_mesh, axis)
         return name is not None and name in names and data.shape[names.index(name)] == 1
     common = int(_among(line, data).sum())
@@ -200,7 +199,7 @@ def _cross(own: Ranks, data: Ranks, param_mesh: DeviceMesh, data_mesh: DeviceMes
     """Return the ranks of the product of two slices of a mesh that cross at the calling rank.
 
     Along every axis of the root, at most one of the two slices moves away from the calling rank. So the coordinates of
-    the rank at (i, j) are those of the slices' ranks i and j, added up, less those of the calling rank.
+    rank (i, j) are the sum of the coordinates of the slices' ranks i and j, minus the calling rank's.
     """
     asked, seen = _TOGETHER, _both(param_mesh, data_mesh)
     roots = [_ranks(_root_of(data_mesh))]
@@ -218,7 +217,7 @@ def _cross(own: Ranks, data: Ranks, param_mesh: DeviceMesh, data_mesh: DeviceMes
         blame = "their axes do not cross: some ranks are along both"
         raise InvalidValue(asked, blame, seen, "two slices, without a common axis, of one mesh")
     for root in roots:
-        # Where the other root knows the same ranks, it must tell the same of them: else another rank's slices differ.
+        # If the other root has these ranks, it must give equal coordinates, or other ranks' slices would differ.
         if root is not whole and _holds(root, ranks) and not _same(_at(root, ranks), _moved(root, own, data)):
             blame = "they are slices of two meshes, which number the ranks differently"
             raise InvalidValue(asked, blame, seen, "slices of one mesh for both")
@@ -247,7 +246,7 @@ def _split(
 
 
 def _group(ranks: Ranks, name: str, mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """Return the group of some ranks: that of an axis of the mesh, else one that is made once for these ranks."""
+    """Return the group of some ranks: an axis of the mesh, else a group that is made once for these ranks."""
     wanted = tuple(sorted(ranks.tolist()))
     if mesh is not None:
         for axis in range(mesh.ndim):
@@ -259,29 +258,29 @@ def _group(ranks: Ranks, name: str, mesh: DeviceMesh | None) -> dist.ProcessGrou
 
 
 def _mesh(ranks: Ranks, names: Sequence[str | None], groups: list[dist.ProcessGroup], device_type: str) -> DeviceMesh:
-    with _disable_current_modes():  # ranks are real numbers under a fake tensor mode too
+    with _disable_current_modes():  # ranks must be real numbers, even under a fake tensor mode
         tensor = torch.from_numpy(np.ascontiguousarray(ranks, dtype=np.int32))
         return DeviceMesh.from_group(groups, device_type, mesh=tensor, mesh_dim_names=_distinct(names))
 
 
-# Meshes as numbers
+# Meshes as arrays of ranks
 
 
 class _MadeMeshes(OrderedDict[Any, SpmdMesh]):
-    """SPMD meshes by what they were made of, kept at the root mesh; not copied or pickled with it."""
+    """Cached SPMD meshes by their arguments, kept at the root mesh; copies and pickles of the root drop them."""
 
     def __reduce__(self) -> Any:
         return (OrderedDict, ())
 
 
 def _made_with(mesh: DeviceMesh) -> _MadeMeshes:
-    # Slices come and go, and equal ones must get the same SPMD mesh; the root lives as long as any of them, and each
-    # rank has its own.
+    # Slices are temporary, and equal slices must get the same SPMD mesh. The root lives as long as any slice, and each
+    # rank has another root.
     return _root_of(mesh).__dict__.setdefault("_hyper_parallel_spmd_meshes", _MadeMeshes())
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a mesh was sliced from, itself if from none. torch keeps it in a private place."""
+    """Return the mesh that a mesh was sliced from, or the mesh itself. torch keeps it in a private attribute."""
     root = getattr(mesh, "_root_mesh", None)
     return mesh if root is None else root
 
@@ -300,7 +299,7 @@ def _line(ranks: Ranks, *axes: int) -> Ranks:
 
 
 def _among(ranks: Ranks, others: Ranks) -> npt.NDArray[np.bool_]:
-    """Tell of each rank whether it is among the others."""
+    """Return a mask of the ranks that are among the others."""
     present = np.zeros(1 + max(int(ranks.max()), int(others.max())), dtype=np.bool_)
     present[others.ravel()] = True
     return present[ranks]
@@ -329,7 +328,7 @@ def _moved(root: Ranks, own: Ranks, data: Ranks) -> Ranks:
     return across + down - here.reshape(len(here), *(1 for _ in range(own.ndim + data.ndim)))
 
 
-# Names, and what is wrong
+# Names and errors
 
 
 def _name(mesh: DeviceMesh, axis: int) -> str | None:
@@ -337,7 +336,7 @@ def _name(mesh: DeviceMesh, axis: int) -> str | None:
 
 
 def _distinct(names: Sequence[str | None]) -> tuple[str, ...]:
-    """Make names up where there are none, and change a later one that is taken.
+    """Invent missing names, and change later names that are taken.
 
     >>> _distinct(["tp", None, "tp"])
     ('tp', 'axis_1', 'tp_2')

@@ -1,24 +1,24 @@
-"""Moving a tensor from one layout to another: read, planned, priced, then executed.
+"""Redistribution of a tensor from one layout to another: read, plan, price, execute.
 
     api -> gradients -> execute -> plan -> candidates -> builder -> steps -> holdings
     chunks -> execute
     plan, bounds, candidates -> transition -> cost -> holdings
     show -> bounds, plan
 
-Calls go from top to bottom, and never back up.
+Each module calls modules to its right or below, never back up.
 
-api           the functions, and their arguments
-gradients     a DTensor in another layout, its gradient, and local parts
-transition    both layouts, read once into tuples of ints: the files below use no `Layout`
-holdings      who holds what between two steps
-steps         a step as data: who sends what, and the copies and buffers that this takes
+api           public functions and their arguments
+gradients     redistributed DTensors, their gradients, and local parts
+transition    both layouts, read once into tuples of ints; the modules below use no `Layout`
+holdings      the elements that each rank holds between two steps
+steps         a step as data: transfers, copies in memory, and buffers
 builder       the step between two holdings
-candidates    the ways there are, made of steps
-cost          the seconds of a step on a machine
-plan          the cheapest of the ways, in bounded memory
-execute       a plan carried out on one rank
-chunks        a computation between two redistributions, cut so that one chunk travels while another is computed
-bounds        the least that any plan must move, and the twin that counts it by brute force
+candidates    candidate plans, as lists of steps
+cost          seconds of a step on a machine
+plan          the cheapest candidate within a memory limit
+execute       execution of a plan on one rank
+chunks        a computation between two redistributions, cut so that communication overlaps with it
+bounds        lower bounds of communicated bytes, and torch's plan
 show          plans as text, beside torch's
 """
 

@@ -1,4 +1,4 @@
-"""The functions on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
+"""Functions on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
 
 from __future__ import annotations
 
@@ -63,25 +63,25 @@ def redistribute(
     machine: str | Machine | None = None,
     max_extra_bytes: int | None = None,
 ) -> DTensor | PendingRedistribute:
-    """Return the same tensor in another layout; all ranks of both meshes call it.
+    """Move a DTensor to another layout, e.g. from a shard per rank to replicas. All ranks of both meshes call it.
 
         y = redistribute(x, layout)
         y = redistribute(x, ("None", "tp"))  # on the mesh of x
         y = redistribute(x, mesh, [Shard(0), Replicate()])
 
-    Forward: the cheapest plan on the machine, see `plan`. Backward: the cheapest plan from the gradient's layout to
-    that of x. Where x has a sum pending, every rank along it gets the full gradient, unless the gradient has one
-    pending, too. Strided shards, as torch's views make them, are gathered by torch first; so are pending norms reduced.
+    Forward executes the cheapest plan on the machine, see `plan`. Backward executes the cheapest plan from the
+    gradient's layout to the layout of x. Along axes where x has a pending sum, every rank gets the full gradient,
+    unless the gradient has a pending sum there, too. torch first gathers strided shards and reduces pending norms.
 
     Args:
         x: a DTensor, of any shape.
-        layout: where it should be; its mesh may be another one.
+        layout: the target layout; its mesh may be another one.
         placements: beside a mesh, torch's placements or alias entries.
-        async_op: return at once, with the first collective under way; `wait()` on what is returned gives the DTensor.
-            Until then x is being read and must not be changed.
-        machine: what the plan is priced on, a description or its name. Default: the usual one of
-            the device's kind; on simulated ranks `machine` of the world.
-        max_extra_bytes: see `plan`. Where no plan for the gradient meets it, the one that needs the least memory does.
+        async_op: return a `PendingRedistribute` after the first collective is issued; its `wait()` gives the DTensor.
+            Do not change x before `wait()` returns, because x is still being read.
+        machine: the machine that prices the plan, as a description or its name. None: the usual machine of the
+            device's kind; on simulated ranks `machine` of the world.
+        max_extra_bytes: see `plan`. If no plan for the gradient meets it, the plan with the least memory is used.
 
     Returns:
         A DTensor; x itself if it is in that layout already and no gradient is recorded. With `async_op`, a
@@ -89,12 +89,12 @@ def redistribute(
 
     Raises:
         TypeError: x is no DTensor, layout no layout.
-        ValueError: a layout that does not fit, a rank on neither mesh, a slice of a mesh that the other mesh reaches
-            beyond, a limit that no plan meets.
+        ValueError: a layout that does not fit; a rank on neither mesh; a slice of a mesh, if the other mesh has
+            ranks outside of it; a limit that no plan meets.
     """
     asked = "cannot redistribute"
     flag: object = async_op
-    if not isinstance(flag, bool):  # in sight, as this is called for every tensor
+    if not isinstance(flag, bool):  # inline, because every redistribution passes here
         check(asked, "bool", async_op=async_op)
     x = check_dtensor(asked, x)
     mesh = x.device_mesh
@@ -105,7 +105,7 @@ def redistribute(
 
 
 def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *options: Any) -> bool:
-    """Return whether there is nothing to do but to hand x back, seen from its placements alone."""
+    """Return True if x has these placements already and no option asks for more; a fast path without a Layout."""
     return (
         isinstance(placements, (tuple, list))
         and x.placements == tuple(placements)
@@ -118,25 +118,25 @@ def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *option
 def distribute_tensor(
     tensor: torch.Tensor, layout: LayoutLike, placements: Sequence[Any] | None = None, *, src_data_rank: int | None = 0
 ) -> DTensor:
-    """Return a DTensor of which every rank holds its part of a full tensor.
+    """Shard or replicate a full tensor over a mesh, and return the DTensor.
 
         x = distribute_tensor(torch.randn(8, 8), layout)
 
-    Forward: parts are scattered, and replicas broadcast, from one rank; with `src_data_rank=None` nothing is
-    communicated, and where a rank holds all of it, it is the tensor's own memory. The result is a leaf, as torch's is.
+    Forward scatters parts and broadcasts replicas from one rank. `src_data_rank=None` communicates nothing, and a
+    rank that holds the whole tensor shares the memory of its argument. The result is a leaf, as in torch.
 
     Args:
         tensor: the full tensor, of the same shape on every rank; a leaf.
-        layout: where its parts go; a reduction that is pending there is prepared without communication.
+        layout: the target layout; pending reductions are prepared without communication.
         placements: beside a mesh, torch's placements or alias entries.
-        src_data_rank: whose tensor counts: of the rank with this index along every axis, as in torch; None: every
-            rank's own.
+        src_data_rank: index, along every axis, of the rank whose tensor is used, as in torch. None: each rank uses its
+            own tensor.
 
     Raises:
         TypeError: no tensor, or a DTensor.
-        ValueError: a tensor that was computed from one that wants a gradient, as the result would not be linked to it;
-            a layout without a mesh, or that does not fit; a mesh along an axis of which ranks do not ascend; a
-            `src_data_rank` that some axis does not have.
+        ValueError: a tensor computed from one that requires a gradient, because the result would not be linked to it;
+            a layout without a mesh, or that does not fit; a mesh whose ranks do not ascend along some axis;
+            a `src_data_rank` outside of some axis.
     """
     asked = "cannot distribute a tensor"
     _check_whole(asked, tensor)
@@ -145,14 +145,14 @@ def distribute_tensor(
     mesh, shape = target.mesh, tuple(tensor.shape)
     assert mesh is not None, "read_layout sees to a mesh"
     check_ascending(asked, mesh)
-    torch_form(target, shape)  # a layout that no DTensor can have is found out before anything is sent
+    torch_form(target, shape)  # refuses layouts that no DTensor can have, before anything is sent
     reduced = target.reset_partial()
     plain = in_split_order(reduced, len(shape))
     ordered = mesh if plain is reduced else reorder_axes(mesh, plain.alias_name)
     split = to_placements(plain, shape)
     with torch.no_grad():
         given = tensor.detach()
-        if src_data_rank is not None:  # what backends are given is memory, without a view's flags
+        if src_data_rank is not None:  # backends read raw memory and ignore conj and neg bits
             given = on_wire(given.resolve_conj().resolve_neg())
             if not isinstance(split[0], Shard):
                 given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
@@ -194,23 +194,23 @@ def from_local(
     shape: Sequence[int] | None = None,
     grad_layout: LayoutLike | None = None,
 ) -> DTensor:
-    """Return the DTensor of which every rank gives its part.
+    """Make a DTensor from the part of each rank, without copying it.
 
         x = from_local(part, layout, shape=(7, 4))
         x = from_local(part, mesh, [Shard(0), Replicate()], shape=(7, 4))
 
-    Forward: no communication with `shape`. Without it, the ranks of the mesh exchange the shapes and dtypes of
-    their parts, and parts that differ are refused on all of them: what they belong to is not guessed. Backward: the
-    gradient is redistributed to `grad_layout`, and each rank takes its part.
+    Forward communicates nothing if `shape` is given. Otherwise the ranks exchange the shapes and dtypes of their parts,
+    and all ranks refuse parts that differ, because the full shape would be a guess. Backward redistributes the
+    gradient to `grad_layout`, and each rank takes its part.
 
     Args:
-        local: this rank's part, which is not copied.
-        layout: which part that is.
+        local: this rank's part; not copied.
+        layout: the layout of the parts.
         placements: beside a mesh, torch's placements or alias entries.
         shape: the full tensor's sizes, in elements.
-        grad_layout: which part of the gradient a rank gets. Default: that of its part; the full one where ranks hold
-            the same, or pending sums; 1/n of it for a pending average over n ranks. For a pending max, min or prod it
-            depends on the copies of all ranks, and the backward pass is refused.
+        grad_layout: layout of each rank's gradient. Default: as the parts; the full gradient for replicas and
+            pending sums; 1/n of it for a pending average over n ranks. For a pending max, min or prod it depends
+            on the copies of all ranks, so that backward raises ValueError.
 
     Raises:
         TypeError: local is no plain tensor; layout no layout.
@@ -224,7 +224,7 @@ def from_local(
     )
     sizes = tuple(local.shape) if shape is None else check_shape(shape)
     for given in (target, wanted or target):
-        torch_form(given, sizes)  # what no shape makes right is said before an exchange
+        torch_form(given, sizes)  # refuses layouts that fit no shape before any exchange
     global_shape = _agreed_shape(asked, local, target) if shape is None else sizes
     _check_part(asked, local, target, global_shape)
     return FromLocal.apply(local, target, global_shape, read_grad_layout(asked, wanted, target, global_shape))
@@ -232,24 +232,23 @@ def from_local(
 
 @runs_eagerly
 def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
-    """Return this rank's part of a DTensor, as a plain tensor that shares its memory.
+    """Return this rank's part of a DTensor as a plain tensor, which shares its memory.
 
         part = to_local(x)  # x is split over every axis, or no gradient is wanted
         part = to_local(x, grad_layout=Layout.of(x))  # ranks that hold the same compute the same
         part = to_local(x, grad_layout=layout("dp", "None", partial={"tp": "sum"}))  # over tp, gradients add up
 
-    Forward: no communication. Backward: the gradients of the parts are one tensor in `grad_layout`, which is
-    redistributed to the layout of x. Along axes that split x a part's gradient is a part of the gradient. Along axes
-    over which ranks hold the same, or copies to reduce, only the caller knows; without `grad_layout` the backward pass
-    is refused there.
+    Forward communicates nothing. Backward redistributes the gradients of the parts from `grad_layout` to the layout of
+    x. Along axes that split x, the gradient of a part is a part of the gradient. Along replicated or pending axes, the
+    gradients may be equal or partial sums, and only the caller knows. Without `grad_layout`, backward refuses them.
 
     Args:
         x: a DTensor.
-        grad_layout: the layout of the gradient of what is returned; entries are for the mesh of x.
+        grad_layout: the layout of the returned part's gradient; entries are for the mesh of x.
 
     Raises:
         TypeError: x is no DTensor.
-        ValueError: a layout that does not fit; in the backward pass, gradients that could mean two things.
+        ValueError: a layout that does not fit; in backward, gradients that are ambiguous without `grad_layout`.
     """
     asked = "cannot take the local part"
     x = check_dtensor(asked, x)
@@ -259,12 +258,12 @@ def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch
 
 @runs_eagerly
 def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
-    """Return the full tensor on every rank of its mesh, all pending reductions taken; of an `OwnerMesh`, of all ranks.
+    """Return the full tensor on every rank of its mesh, with pending reductions done; for an `OwnerMesh`, on all ranks.
 
         full = full_tensor(x)  # a plain tensor of the shape of x
 
-    Forward: one all_gather, or all_reduce, where that does. Backward: as for `to_local`, and likewise refused unless
-    `grad_layout` says whether the gradients of the ranks are the same or are to be added.
+    Forward runs one all_gather or all_reduce where that suffices. Backward follows `to_local`: without `grad_layout` it
+    refuses, because the ranks' gradients could be equal or partial sums.
 
     Args:
         x: a DTensor.
@@ -272,7 +271,7 @@ def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> to
 
     Raises:
         TypeError: x is no DTensor.
-        ValueError: a `grad_layout` that does not fit; in the backward pass, gradients that could mean two things.
+        ValueError: a `grad_layout` that does not fit; in backward, gradients that are ambiguous without it.
     """
     asked = "cannot gather the full tensor"
     x = check_dtensor(asked, x)
@@ -281,7 +280,7 @@ def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> to
     return take_part(moved(x, replicated), wanted, "full_tensor")
 
 
-# -- arguments, read -------------------------------------------------------------------------------------------------
+# -- reading arguments -----------------------------------------------------------------------------------------------
 
 
 _PLAIN = "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers"
@@ -297,12 +296,12 @@ def read_layout(
 
     Args:
         asked: the start of an error message, "cannot ...".
-        given: what the caller gave for the layout.
+        given: the caller's `layout` argument.
         placements: torch's placements or alias entries, beside a mesh.
         known: the mesh of the tensor at hand, if it has one.
 
     Raises:
-        TypeError: something else.
+        TypeError: `given` is neither a layout, a mesh nor entries.
         ValueError: no assignment, no mesh, placements beside a layout that has some, ranks that do not exist.
     """
     if isinstance(given, Layout):
@@ -322,7 +321,7 @@ def read_layout(
         raise InvalidValue(asked, blame, seen, f"a mesh before them, or {_EXAMPLE}")
     try:
         return Layout.from_entries(mesh, tuple(entries))
-    except TypeError:  # a list among them, or a mistake, which is then named
+    except TypeError:  # a list as an entry, or a mistake; the call below names the mistake
         return Layout.from_device_mesh(mesh)(*entries)
 
 
@@ -374,22 +373,22 @@ def _on_known_mesh(asked: str, layout: Layout, known: DeviceMesh | None) -> Layo
 
 
 def check_dtensor(asked: str, x: Any) -> DTensor:
-    """Return x, which is a DTensor.
+    """Return x if it is a DTensor, else raise.
 
     Raises:
-        TypeError: it is not.
+        TypeError: x is no DTensor.
     """
-    if not isinstance(x, DTensor):  # in sight, as this is called for every tensor
+    if not isinstance(x, DTensor):  # inline, because every redistribution passes here
         check(asked, "DTensor", _DTENSOR, x=x)
     return x
 
 
 def read_grad_layout(asked: str, grad_layout: LayoutLike | None, layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """Return the layout of the gradient of parts, every one of which has to be the gradient of one part of `layout`.
+    """Read the layout of gradients, each of which must belong to the part of `layout` on the same rank.
 
     Raises:
         TypeError: no layout.
-        ValueError: one that does not fit, or that gives a rank another part than `layout` does.
+        ValueError: a layout that does not fit, or that gives a rank another part than `layout` does.
     """
     if grad_layout is None:
         return None
@@ -411,7 +410,7 @@ def read_grad_layout(asked: str, grad_layout: LayoutLike | None, layout: Layout,
 
 
 def _ranges(part: npt.NDArray[np.int64]) -> str:
-    """Return a part as one writes it.
+    """Format a part as slices.
 
     >>> _ranges(np.array([[0, 3], [2, 4]]))
     '[0:3, 2:4]'
@@ -438,7 +437,7 @@ def _check_part(asked: str, local: torch.Tensor, layout: Layout, shape: tuple[in
 
 
 def _agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """Return the global shape, which all parts must be of one shape for."""
+    """Compute the global shape from the local one. All parts must have the same shape and dtype."""
     splits = layout.splits(local.dim())
     parts = [count_parts(layout.mesh_shape, chain) for chain in splits]
     ranks = tuple(sorted(layout.rank_list))
@@ -460,7 +459,7 @@ def _check_alike(asked: str, layout: Layout, ranks: tuple[int, ...], parts: list
 
 
 def _all_parts(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of every rank's part, exchanged over the mesh."""
+    """Gather shape and dtype of every rank's part over the mesh."""
     mesh = layout.mesh
     assert mesh is not None, "read_layout sees to a mesh"
     mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim()), _DTYPES.index(local.dtype)]

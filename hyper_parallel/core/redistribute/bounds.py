@@ -1,4 +1,4 @@
-"""Bounds that plans are compared with: the least that any plan must move, by counting, and what torch's plan moves."""
+"""Reference values for plans: lower bounds of received bytes, and the bytes and time of torch's own plan."""
 
 from __future__ import annotations
 
@@ -32,26 +32,25 @@ _Move = tuple[int, Placement, Placement]
 
 
 def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype) -> npt.NDArray[Any]:
-    """Return the least bytes that each rank must receive on the way from one layout to another.
+    """Return a lower bound of the bytes that each rank must receive to redistribute a tensor.
 
     >>> mesh = Layout((2, 2), ("dp", "tp"))
     >>> lower_bound(mesh("dp"), mesh("tp"), (8,), torch.float32).tolist()  # dp 0, tp 1 lacks elements 4 to 7
     [0, 16, 16, 0]
 
-    Without copies to reduce, it is what a rank needs and does not hold: exact for every rank. With copies to reduce, an
-    element of which there are n copies, needed by d ranks, takes n - 1 transfers to be reduced at one rank and d to get
-    to all who need it, one less if that rank is one of them, which it can be where a rank that needs the element holds
-    a copy. Then only the sum over all ranks is a bound, and each rank is given an equal share of it (a float).
-    Receivers combine; nothing is reduced within a switch.
+    Without pending reductions the bound is exact for every rank: the elements that it needs and does not hold. With
+    n pending copies of an element that d ranks need, n - 1 transfers reduce it at one rank, and d more distribute it.
+    One transfer fewer is enough if a rank that needs the element holds a copy of it. Then only the sum over all ranks
+    is a bound, and each rank gets an equal share of it (a float). Receivers reduce; switches do not.
 
     Args:
-        src: where the tensor is.
-        dst: where it should be.
+        src: the current layout.
+        dst: the target layout.
         global_shape: the full tensor's sizes, in elements.
-        dtype: its dtype.
+        dtype: the tensor's dtype.
 
     Returns:
-        One number per rank of the mesh; for two meshes, per rank of both, sorted.
+        Bytes per rank of the mesh; for two meshes, per rank of both, sorted.
 
     Raises:
         TypeError, ValueError: as `plan`.
@@ -70,7 +69,7 @@ def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: to
 
 
 def _transfers(task: MeshTransition) -> int:
-    """Return the least transfers of single elements, copies reduced on the way, over all ranks."""
+    """Return the least number of element transfers over all ranks, if copies are reduced on the way."""
     copies = task.ways(task.reduces)
     elements = int(np.prod(task.shape)) * task.ways(task.keeps)
     replicas = [a for a in task.live if a not in task.wanted_axes and a not in task.opens]
@@ -79,7 +78,7 @@ def _transfers(task: MeshTransition) -> int:
 
 
 def _met(task: MeshTransition) -> int:
-    """Return of how many elements a rank that needs them holds a copy."""
+    """Count the elements of which a rank that needs them also holds a copy."""
     source, result = task.source, task.result
     both = source.overlaps(result)
     free = [a for a in task.live if a not in task.wanted_axes and a not in task.split_axes]
@@ -87,7 +86,7 @@ def _met(task: MeshTransition) -> int:
 
 
 def _between_meshes(transition: Transition) -> npt.NDArray[Any]:
-    """Count element by element of a coarse grid: the cells between all edges of both layouts."""
+    """Count on a coarse grid, whose cells lie between the edges of all parts of both layouts."""
     before, after, ranks = transition.before, transition.after, transition.ranks
     cells, sizes = _cells(before, after)
     copies = before.ways(before.pending)
@@ -111,14 +110,14 @@ def _between_meshes(transition: Transition) -> npt.NDArray[Any]:
 
 
 def _first_only(side: LayoutSide) -> set[int]:
-    """Return the ranks at coordinate 0 of the pending axes: the others need nothing."""
+    """Return the ranks at coordinate 0 of the pending axes; the others receive no data."""
     mesh = np.asarray(side.ranks).reshape(side.sizes)
     index = tuple(slice(0, 1) if axis in side.pending else slice(None) for axis in range(len(side.sizes)))
     return set(mesh[index].ravel().tolist())
 
 
 def _cells(before: LayoutSide, after: LayoutSide) -> tuple[list[Counts], Counts]:
-    """Return per dim the first index of each cell, and the number of elements of every cell."""
+    """Return the first index of each cell per dim, and the number of elements of every cell."""
     starts, lengths = [], []
     slices = [_slices(side) for side in (before, after)]
     for dim, size in enumerate(before.shape):
@@ -146,9 +145,9 @@ def _held(side: LayoutSide, starts: list[Counts]) -> dict[int, npt.NDArray[np.bo
     return held
 
 
-# -- the plan of torch -------------------------------------------------------------------------------------------------
-# Nothing here is used by our own plans. torch's planner is private and moves between versions: a version whose planner
-# cannot be asked gives a plan that says so, and no steps.
+# -- torch's plan ------------------------------------------------------------------------------------------------------
+# Our own plans use none of this. torch's planner is private and changes between versions. For a version without a
+# usable planner, `torch_plan` returns no steps and the reason in `refused`.
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +156,11 @@ class TorchStep:
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "slice" and "copy" communicate nothing.
-        axis: the axis it runs over.
+        axis: the axis of its groups.
         group_size: ranks along that axis.
         recv_bytes: bytes that each rank receives, in mesh position order.
-        peak_extra_bytes: an estimate of the most that a rank holds meanwhile besides the plan's source and result.
-        seconds: its time on the machine, what torch copies within a rank included.
+        peak_extra_bytes: estimated peak bytes per rank beyond the plan's source and result.
+        seconds: modelled time on the machine, local copies by torch included.
     """
 
     kind: str
@@ -178,18 +177,18 @@ class TorchStep:
 
     @property
     def send_bytes(self) -> Bytes:
-        """Bytes that each rank sends: as many as it receives, as all pieces of a group are padded to one size."""
+        """Bytes that each rank sends; equal to `recv_bytes`, because torch pads all pieces of a group to one size."""
         return self.recv_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class TorchPlan:
-    """The steps that torch takes from one layout to another, or why it takes none.
+    """Steps of torch from one layout to another, or the reason why torch refuses.
 
     Attributes:
         ranks: the ranks of the mesh, in mesh position order.
-        steps: in order; axes of one rank need none.
-        refused: why torch refuses, None if it does not.
+        steps: in order; axes of size 1 need none.
+        refused: the reason why torch refuses; None if it plans.
     """
 
     ranks: tuple[int, ...]
@@ -203,22 +202,22 @@ class TorchPlan:
 
     @property
     def send_bytes(self) -> Bytes:
-        """Bytes that each rank sends: as many as it receives."""
+        """Bytes that each rank sends; equal to `recv_bytes`."""
         return self.recv_bytes
 
     @property
     def num_collectives(self) -> int:
-        """Steps that communicate."""
+        """Number of steps that communicate."""
         return sum(step.kind in COLLECTIVES for step in self.steps)
 
     @property
     def peak_extra_bytes(self) -> int:
-        """An estimate of the most that a rank holds at any time besides its part of the source and of the result."""
+        """Estimated peak bytes per rank beyond its source and result."""
         return max((step.peak_extra_bytes for step in self.steps), default=0)
 
     @property
     def seconds(self) -> float:
-        """The modelled time on the machine."""
+        """Modelled seconds on the machine."""
         return sum(step.seconds for step in self.steps)
 
 
@@ -231,7 +230,7 @@ def torch_plan(
     *,
     device_type: str = "cuda",
 ) -> TorchPlan:
-    """Return what torch's `DTensor.redistribute` would do; no process group is needed and nothing is communicated.
+    """Plan as torch's `DTensor.redistribute` does, without a process group and without communication.
 
     >>> mesh = Layout((2, 4), ("dp", "tp"))
     >>> plan = torch_plan(mesh("tp", "None"), mesh("None", ("dp", "tp")), (16, 16), torch.float32)
@@ -240,20 +239,20 @@ def torch_plan(
     >>> torch_plan(mesh(), mesh(partial={"tp": "sum"}), (16, 16), torch.float32).refused
     "torch does not redistribute to Partial: sum over 'tp' would be new"
 
-    Bytes are those of direct exchange, padding included: torch pads the parts of an uneven dim to the largest one. The
-    plan is that of a mesh whose axes the user has not flattened. Ordered splits are planned by torch's min-cost
-    planner, which looks at how many devices the host has: there the answer can differ from one machine to another.
+    Bytes are for direct exchange and include padding, because torch pads the parts of an uneven dim to the largest.
+    The mesh counts as one whose axes the user has not flattened. torch's min-cost planner plans ordered splits. It
+    reads the number of devices of the host, so that its plan can differ between machines.
 
     Args:
-        src: where the tensor is.
-        dst: where it should be.
+        src: the current layout.
+        dst: the target layout.
         global_shape: the full tensor's sizes, in elements.
-        dtype: the tensor's.
-        machine: what the steps are priced on, a description, or its name or file; None: bytes only.
+        dtype: the tensor's dtype.
+        machine: the machine that prices the steps, as a description, name or file; None: bytes only, seconds are 0.
         device_type: on "cpu" torch gathers and chunks where it otherwise exchanges.
 
     Raises:
-        TypeError: a size that is no int, or another argument of another kind.
+        TypeError: a size that is no int, or another argument of the wrong type.
         ValueError: a layout without an assignment, or that a tensor of this shape cannot have; an unknown machine.
     """
     asked = "cannot plan as torch does"
@@ -268,7 +267,7 @@ def torch_plan(
         return TorchPlan(src.rank_list, refused=refused)
     try:
         before, after = _placements(src, shape), _placements(dst, shape)
-    except ValueError as error:  # a split that a layout can say and placements cannot
+    except ValueError as error:  # a split that placements cannot express
         return TorchPlan(src.rank_list, refused=str(error).splitlines()[0])
     moves = _ask(src.mesh_shape, before, after, shape, dtype, device_type)
     if isinstance(moves, str):
@@ -278,7 +277,7 @@ def torch_plan(
 
 
 def _refusal(src: Layout, dst: Layout) -> str | None:
-    """Return why torch's public `redistribute` refuses before it plans."""
+    """Return the reason why torch's public `redistribute` refuses before it plans, or None."""
     if (src.mesh_shape, src.alias_name, src.rank_list) != (dst.mesh_shape, dst.alias_name, dst.rank_list):
         return "torch does not redistribute from one mesh to another"
     kinds = list(dict.fromkeys(src.partial.values()))
@@ -291,15 +290,15 @@ def _refusal(src: Layout, dst: Layout) -> str | None:
 
 
 def _is_plain_split(src: Layout, name: str) -> bool:
-    """Return whether an axis splits a dim in a way that this torch can turn into a pending sum."""
+    """Return True if an axis splits a dim in a way that this torch can turn into a pending sum."""
     placements = src.placements
     assert placements is not None, "a layout with splits has placements"
     return isinstance(placements[src.alias_name.index(name)], Shard) and hasattr(Shard, "_to_partial_tensor")
 
 
 def _placements(layout: Layout, shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    """Return torch's placements, with a mix of pending sums and averages too, which torch allows in a source."""
-    to_placements(layout.reset_partial(), shape)  # raises for what torch cannot say
+    """Return torch's placements; they may mix pending sums and averages, which torch allows in a source."""
+    to_placements(layout.reset_partial(), shape)  # raises if placements cannot express the splits
     placements = layout.placement_to_tensor_map(len(shape)).placements
     assert placements is not None, "a layout with a tensor map has placements"
     return placements
@@ -316,7 +315,7 @@ def _ask(
     dtype: torch.dtype,
     device_type: str,
 ) -> tuple[_Move, ...] | str:
-    """Return torch's moves, or why there are none."""
+    """Return torch's moves, or the reason why there are none."""
     if before == after:
         return ()
     try:
@@ -327,7 +326,7 @@ def _ask(
         meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
         now, then = DTensorSpec(mesh, before, tensor_meta=meta), DTensorSpec(mesh, after, tensor_meta=meta)
         try:
-            # Keywords, so that another signature is noticed.
+            # Keywords, so that a changed signature raises TypeError.
             infos: Any = _redistribute._gen_transform_infos_non_cached(src_spec=now, dst_spec=then)
             return tuple((info.mesh_dim, *info.src_dst_placements) for info in infos)
         finally:
@@ -340,15 +339,15 @@ def _ask(
 
 @functools.lru_cache(maxsize=64)
 def _planning_mesh(sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
-    """Return a mesh without process groups, seen from its first rank; no user's mesh has its axis names."""
-    known = device_type if hasattr(torch, device_type) else "cuda"  # the planner counts that device on the host
+    """Return a mesh without process groups, seen from its first rank. Its axis names collide with no user's mesh."""
+    known = device_type if hasattr(torch, device_type) else "cuda"  # the planner counts this type on the host
     ranks = torch.arange(int(np.prod(sizes)), device="cpu").reshape(sizes)
     names = tuple(f"_planned_{axis}" for axis in range(len(sizes)))
     return DeviceMesh(known, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
 def _forget(module: Any, mesh: DeviceMesh, meta: Any) -> None:
-    """Take our planner out of torch's process-wide cache: planners remember what they were asked before."""
+    """Remove our planner from torch's process-wide cache, because planners keep state of earlier calls."""
     cache = getattr(module, "_planner_cache", None)
     if isinstance(cache, dict):
         cache.pop((weakref.ref(mesh), meta), None)
@@ -358,13 +357,13 @@ def _forget(module: Any, mesh: DeviceMesh, meta: Any) -> None:
 
 
 class _Load(NamedTuple):
-    """What one move makes of a tensor; per rank, in elements.
+    """Load of one move; per rank, in elements.
 
     Attributes:
         kind: the kind of step.
-        received: what a rank receives; of an all_reduce, what is reduced.
-        buffers: what it holds meanwhile besides input and output.
-        copied: what it copies in its own memory.
+        received: elements that a rank receives; for an all_reduce, elements to reduce.
+        buffers: elements in buffers besides input and output.
+        copied: elements copied within a rank's memory.
     """
 
     kind: str
@@ -375,7 +374,7 @@ class _Load(NamedTuple):
 
 @dataclass(frozen=True)
 class _Counter:
-    """Follows the parts of all ranks from move to move."""
+    """Tracks the parts of all ranks from move to move, and counts bytes."""
 
     mesh: Layout
     shape: tuple[int, ...]
@@ -384,7 +383,7 @@ class _Counter:
     on_cpu: bool
 
     def steps(self, splits: ownership.Splits, moves: Sequence[_Move]) -> Iterator[TorchStep]:
-        """Yield the step of every move; axes of one rank are passed over, as torch does."""
+        """Yield the step of every move; axes of size 1 are skipped, as in torch."""
         now = [list(axes) for axes in splits]
         real = [move for move in moves if self.mesh.mesh_shape[move[0]] > 1]
         for index, (axis, before, after) in enumerate(real):
@@ -392,24 +391,24 @@ class _Counter:
             for axes in now:
                 if axis in axes:
                     axes.remove(axis)
-            # Without the axis: what its ranks hold together, which is what torch pads and cuts.
+            # Parts without the axis are the data of a whole group, which torch pads and cuts.
             load = _load(self._held(now), self.mesh.mesh_shape[axis], before, after, on_cpu=self.on_cpu)
             if (dim := _dim(after)) is not None:
                 now[dim].append(axis)
             extra = load.buffers
-            extra = extra if held is None else extra + held.prod(axis=1)  # the result of the move before
+            extra = extra if held is None else extra + held.prod(axis=1)  # the input, which the previous move made
             extra = extra if index == len(real) - 1 else extra + self._held(now).prod(axis=1)
             yield self._step(axis, load, extra)
 
     def _held(self, splits: Sequence[Sequence[int]]) -> Bytes:
-        """Return the sizes of every rank's part, as an array of ranks x dims."""
+        """Return the shape of every rank's part, as an array of ranks x dims."""
         parts = ownership.all_slices(self.shape, self.mesh.mesh_shape, tuple(map(tuple, splits)))
         return (parts[..., 1] - parts[..., 0]).reshape(len(parts), len(self.shape))
 
     def _step(self, axis: int, load: _Load, extra: Bytes) -> TorchStep:
         size = self.mesh.mesh_shape[axis]
         received = load.received * self.itemsize
-        if load.kind == "all_reduce":  # a reduce_scatter into parts as equal as can be, and an all_gather of them
+        if load.kind == "all_reduce":  # modelled as a reduce_scatter into near-equal parts, then an all_gather
             place = np.indices(self.mesh.mesh_shape)[axis].ravel()
             own = received * (place + 1) // size - received * place // size
             received = received + (size - 2) * own
@@ -423,14 +422,14 @@ class _Counter:
 
 
 def _load(group_sizes: Bytes, size: int, before: Placement, after: Placement, *, on_cpu: bool) -> _Load:
-    """Return what a move over `size` ranks takes, given what they hold together.
+    """Count the elements that one move over `size` ranks receives, buffers and copies.
 
     Args:
-        group_sizes: per rank, the sizes of what its group holds, as an array of ranks x dims.
+        group_sizes: per rank, the shape of its group's joint part, as an array of ranks x dims.
         size: ranks in each group.
-        before: what the axis does to the tensor.
-        after: what it does next.
-        on_cpu: whether an exchange is a gather.
+        before: placement along the axis before the move.
+        after: placement along the axis after the move.
+        on_cpu: True if torch gathers and chunks in place of an all_to_all.
     """
     old, new = _dim(before), _dim(after)
     total, nothing = group_sizes.prod(axis=1), np.zeros(len(group_sizes), dtype=np.int64)
@@ -449,7 +448,7 @@ def _load(group_sizes: Bytes, size: int, before: Placement, after: Placement, *,
         return _Load("copy", nothing, nothing, total)
     piece = _piece(group_sizes, size, dim)
     uneven = group_sizes[:, dim] % size != 0
-    packed = np.where(uneven | (dim != 0), size * piece, 0)  # torch communicates along dim 0, all pieces of one size
+    packed = np.where(uneven | (dim != 0), size * piece, 0)  # torch communicates along dim 0, in pieces of one size
     if before.is_partial():
         return _Load("reduce_scatter", (size - 1) * piece, packed, packed)
     padded = np.where(uneven, piece, 0)
@@ -457,7 +456,7 @@ def _load(group_sizes: Bytes, size: int, before: Placement, after: Placement, *,
 
 
 def _piece(group_sizes: Bytes, size: int, *dims: int) -> Bytes:
-    """Return per rank the elements of the largest piece when each of these dims is cut into `size`."""
+    """Return, per rank, the elements of the largest piece if each of these dims is cut into `size` pieces."""
     pieces = group_sizes.copy()
     for dim in dims:
         pieces[:, dim] = -(-pieces[:, dim] // size)
@@ -465,5 +464,5 @@ def _piece(group_sizes: Bytes, size: int, *dims: int) -> Bytes:
 
 
 def _dim(placement: Placement) -> int | None:
-    """Return the dim that a placement splits; torch's strided shard is not always a `Shard`."""
+    """Return the dim that a placement splits, by attribute, because torch's strided shard is not always a `Shard`."""
     return getattr(placement, "dim", None)

@@ -1,4 +1,4 @@
-"""The single steps between two holdings of one mesh: which collective, over which axes, how many bytes."""
+"""Steps between two holdings of one mesh: the collective, its axes, and its bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hyper_parallel.core.redistribute.transition import MeshTransition
 
 
 class Builder:
-    """Makes the steps of one transition, priced on one machine.
+    """Builds the steps of one transition, and prices them on one machine.
 
     Args:
         task: the transition.
-        on: the machine; None: bytes count alone.
+        on: the machine; None: price by bytes alone.
     """
 
     def __init__(self, task: MeshTransition, on: Machine | None) -> None:
@@ -32,13 +32,13 @@ class Builder:
     # -- steps without communication -----------------------------------------------------------------------------------
 
     def local(self, before: Holding, after: Holding) -> list[Step]:
-        """Keep of what a rank has what it needs; nothing when that is all of it."""
+        """Slice each rank's part to the elements that it needs; no step if it needs all of them."""
         if _same(before, after):
             return []
         return [self._step("slice", (), before, after, _zeros(self.task), copied=after.counts())]
 
     def fill(self, before: Holding, after: Holding, fill: Fill) -> Step:
-        """Make pending copies of what each rank has, or rescale those there are."""
+        """Turn each rank's part into pending copies, or rescale pending copies."""
         return self._step("copy", (), before, after, _zeros(self.task), copied=after.counts(), fill=fill)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
@@ -48,12 +48,12 @@ class Builder:
         ways = self.task.ways(axes)
         total = held.counts() * self.task.itemsize
         place = self.nodes.place(axes)
-        own = total * (place + 1) // ways - total * place // ways  # of a reduce_scatter, before the all_gather
+        own = total * (place + 1) // ways - total * place // ways  # this rank's share after the reduce_scatter half
         moved = total + (ways - 2) * own
         return self._step("all_reduce", axes, held, held, moved, sent=moved, reduces=axes)
 
     def reduce_into(self, before: Holding, after: Holding, axes: Sequence[int]) -> Step:
-        """Reduce copies over some axes into parts of what the ranks along them hold; no element twice among them."""
+        """Reduce copies over some axes; each rank along them keeps a disjoint part of the result."""
         ways = self.task.ways(axes)
         own = after.counts() * self.task.itemsize
         return self._step(
@@ -67,15 +67,15 @@ class Builder:
         self, before: Holding, after: Holding, axes: Sequence[int], *, replicas: Iterable[int] = (),
         reduces: Sequence[int] = (), inside: bool = False,
     ) -> Step | None:  # fmt: skip
-        """Move to each rank what it needs and does not have; None when that is nothing.
+        """Send each rank the elements that it needs and lacks; None if no rank lacks any.
 
         Args:
-            before: what the ranks hold.
-            after: what they need; each finds all of it along `axes`.
-            axes: over which ranks to exchange.
-            replicas: those of `axes` along which ranks hold the same before.
-            reduces: those of `axes` along which there are copies to reduce.
-            inside: what a rank has before is all needed after.
+            before: elements held before the step.
+            after: elements needed after it; each rank finds all of them along `axes`.
+            axes: axes of the groups that exchange.
+            replicas: the subset of `axes` along which ranks hold the same elements before.
+            reduces: the subset of `axes` along which copies are reduced.
+            inside: True if each rank needs all elements that it holds before; saves counting the overlap.
         """
         task = self.task
         copies = task.ways(reduces)
@@ -100,9 +100,9 @@ class Builder:
         )  # fmt: skip
 
     def permute(self, before: Holding, after: Holding, axes: Sequence[int], replicas: Sequence[int]) -> Step | None:
-        """Move complete parts, at most one to and from each rank; None when that does not do.
+        """Move complete parts, at most one to and from each rank; None if single parts do not suffice.
 
-        Both holdings are plain. The ranks that lack a part are matched, in order, with the ranks that have it.
+        Both holdings are plain. Ranks that lack a part are matched, in order, with ranks that hold it.
         """
         task = self.task
         if after.counts().max() > before.counts().max():
@@ -128,9 +128,9 @@ class Builder:
         self, before: Holding, after: Holding, axes: Sequence[int], replicas: Sequence[int], reduces: Sequence[int],
         both: Counts,
     ) -> tuple[Counts | None, bool]:  # fmt: skip
-        """Return what each rank sends, in elements, rounded up, and whether that is exact; None: it takes enumeration.
+        """Return the elements that each rank sends, rounded up, and True if exact; None: enumeration is needed.
 
-        Where the target is more than a layout it is an upper bound.
+        If the target is not a plain layout, they are an upper bound.
         """
         task, owners = self.task, self.task.ways(replicas)
         if not after.plain:
@@ -151,7 +151,7 @@ class Builder:
         self, before: Holding, after: Holding, axes: Sequence[int], replicas: Iterable[int], reduces: Sequence[int],
         missing: Counts, both: Counts,
     ) -> Counts | None:  # fmt: skip
-        """Return what each rank receives from other nodes, in elements; None: no axes have all ranks of a node."""
+        """Return elements received from other nodes per rank; None if no axes span exactly the ranks of a node."""
         task, group, intra_node = self.task, self.nodes.spread(axes), self.nodes.intra_node_axes(axes)
         if group.nodes == 1 or not before.plain or task.ways(intra_node) != group.most:
             return None
@@ -171,9 +171,9 @@ class Builder:
         """Make a step and price it.
 
         Args:
-            received, sent: in bytes.
-            estimate: what is sent, in elements, where the exact number takes enumeration.
-            copied, inter_node: in elements; what goes between nodes, None: its share of what is exchanged evenly.
+            received, sent: bytes per rank.
+            estimate: elements that each rank sends, if only enumeration would give the exact number.
+            copied, inter_node: elements per rank; `inter_node` None: an even exchange's share crosses nodes.
         """
         task, size = self.task, self.task.itemsize
         chosen = tuple(sorted(axes))
@@ -186,7 +186,7 @@ class Builder:
         crossing = None
         if inter_node is not None:
             crossing = min(_most(inter_node) * size, moved)
-            if after.plain:  # of what is given, then known, as much goes between nodes as of what is received
+            if after.plain:  # sent bytes cross nodes in the same proportion as received bytes
                 everything = int(np.broadcast_to(received, task.sizes).sum())
                 between = int(np.broadcast_to(inter_node, task.sizes).sum()) * size
                 crossing = max(crossing, given * min(between, everything) // everything)
@@ -230,9 +230,9 @@ def _zeros(task: MeshTransition) -> Counts:
 def _is_ring(
     kind: Kind, before: Holding, after: Holding, axes: Sequence[int], reduces: Sequence[int]
 ) -> bool:  # fmt: skip
-    """Return whether a step is carried out by the collective that it is named after; otherwise it is an exchange.
+    """Return True if the backend's collective of that name can run the step; otherwise it runs as an exchange.
 
-    Collectives take parts of one size only.
+    Collectives take parts of equal size only, e.g. not the parts of 7 rows over 2 ranks.
     """
     if kind == "reduce_scatter":
         return after.even and set(axes) == set(reduces)
@@ -240,14 +240,14 @@ def _is_ring(
 
 
 def _gathers_rows(task: MeshTransition, before: Holding, axes: Sequence[int]) -> bool:
-    """Return whether parts that arrive in the order of the ranks are the rows of the result, in order."""
+    """Return True if gathered parts, in rank order, are already the rows of the result in order."""
     outer = next((dim for dim, size in enumerate(task.shape) if size > 1), 0)
     chain = before.splits[outer]
     return isinstance(task.ranks, range) and before.share is None and chain[-len(axes) :] == tuple(sorted(axes))
 
 
 def _same(left: Holding, right: Holding) -> bool:
-    """Return whether every rank holds the same in both."""
+    """Return True if every rank holds the same elements in both."""
     if left == right:
         return True
     both = left.overlaps(right)
@@ -256,10 +256,9 @@ def _same(left: Holding, right: Holding) -> bool:
 
 @lru_cache(maxsize=256)
 def _blocks(blocks: Holding, held: Holding) -> tuple[Counts, bool]:
-    """Number, on every rank, the block of one layout that that which it holds in another lies in; also whether
-    one always does.
+    """Return, for each rank, the index of the block of `blocks` that contains its block of `held`.
 
-    Where a rank holds nothing the number means nothing.
+    Also return True if a single block always contains it. The index of a rank without elements is meaningless.
     """
     number, single = np.zeros((1,) * len(held.sizes), dtype=np.int64), True
     some = held.counts() > 0

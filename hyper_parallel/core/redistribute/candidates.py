@@ -1,8 +1,8 @@
-"""Candidate plans: the ways from one layout to another that are worth pricing.
+"""Candidate plans from one layout to another.
 
-All follow one form: keep what is wanted, reduce, exchange, gather last. The first candidate moves the fewest bytes.
-Each element is reduced at one rank, at one that needs it if any rank with a copy does: n copies take n - 1 transfers.
-Then it goes once to each other rank that needs it. The other candidates trade bytes for fewer steps, or for less over
+All candidates keep the wanted elements, reduce, exchange, and gather last. The first candidate moves the fewest bytes:
+each element is reduced at one rank, if possible at one that needs it, so that n copies take n - 1 transfers. Then it
+moves once to each other rank that needs it. The other candidates trade bytes for fewer steps, or for fewer bytes over
 slow links.
 """
 
@@ -25,9 +25,9 @@ from hyper_parallel.core.redistribute.transition import LayoutSide, MeshTransiti
 
 
 def candidates(transition: Transition, on: Machine | None) -> tuple[range | tuple[int, ...], list[list[Step]]]:
-    """Return the ranks that take part, and every way considered; the first moves the fewest bytes.
+    """Return the participating ranks, and every candidate; the first candidate moves the fewest bytes.
 
-    The ranks are those of the mesh, in its order, or of both meshes, sorted.
+    The ranks are the ranks of the mesh, in its order, or of both meshes, sorted.
     """
     task = on_one_mesh(transition, cost.ranks_per_node(on))
     if task is None:
@@ -36,8 +36,8 @@ def candidates(transition: Transition, on: Machine | None) -> tuple[range | tupl
 
 
 def ways(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
-    """Yield every way considered on one mesh."""
-    if 0 in task.shape:  # nothing has to be said about nothing
+    """Yield every candidate on one mesh."""
+    if 0 in task.shape:  # an empty tensor needs no steps
         yield []
         return
     closing = _closing(task, builder)
@@ -48,18 +48,18 @@ def ways(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
 
 
 def _closing(task: MeshTransition, builder: Builder) -> list[Step]:
-    """Return the local step that makes pending copies, or rescales those that stay."""
+    """Return the local step that makes pending copies or rescales them; [] if neither is needed."""
     if not task.opens and task.times == task.over:
         return []
     times = task.times * (task.ways(task.opens) if task.opening == "avg" else 1)
     return [builder.fill(task.target, task.result, Fill(task.opening or "sum", times, task.over))]
 
 
-# -- between what ranks hold and what they need when there is nothing to reduce ----------------------------------------
+# -- without reductions ------------------------------------------------------------------------------------------------
 
 
 def exchanges(task: MeshTransition, builder: Builder, held: Holding, replicas: tuple[int, ...]) -> Iterator[list[Step]]:
-    """Yield the ways from a plain holding to the target; `replicas` are axes along which ranks hold the same."""
+    """Yield the candidates from a plain holding to the target; ranks along `replicas` hold the same elements."""
     target = task.target
     communicating = communicating_axes(task, held, target)
     if not communicating:
@@ -74,7 +74,7 @@ def exchanges(task: MeshTransition, builder: Builder, held: Holding, replicas: t
 def _sliced_gather(
     task: MeshTransition, builder: Builder, held: Holding, communicating: tuple[int, ...]
 ) -> Iterator[list[Step]]:
-    """Yield the way that gathers what all ranks along the communicating axes need; nothing is packed for each one."""
+    """Slice each part to the elements that the whole group needs, then all_gather: nothing is packed per receiver."""
     wanted = task.wanted_axes
     if not task.target.plain or not wanted or wanted & {*communicating}:
         return
@@ -86,7 +86,7 @@ def _sliced_gather(
 
 
 def communicating_axes(task: MeshTransition, held: Holding, target: Holding) -> tuple[int, ...]:
-    """Return the axes of a plain holding along which some rank needs what another one has."""
+    """Return the axes of a plain holding along which some rank needs elements of another rank."""
     axes = sorted({axis for chain in held.splits for axis in chain} & set(task.live))
     counts = target.counts()
     if target.plain:
@@ -103,7 +103,7 @@ def _single(
     communicating: tuple[int, ...],
     replicas: tuple[int, ...],
 ) -> Iterator[Step]:
-    """Yield single collectives: over the communicating axes, and with replicas that share in the sending."""
+    """Yield single collectives: over the communicating axes, and over replicas as well, which share the sending."""
     alone = builder.exchange(held, target, communicating)
     assert alone is not None, "axes communicate because something is missing"
     if not target.plain:
@@ -123,13 +123,13 @@ def _single(
             yield step
 
 
-# -- over slow links once --------------------------------------------------------------------------------------------
+# -- once over slow links --------------------------------------------------------------------------------------------
 
 
 def _gather_intra_node_last(
     task: MeshTransition, builder: Builder, held: Holding, replicas: tuple[int, ...]
 ) -> Iterator[list[Step]]:
-    """Yield the way that brings each element to a node once, and then spreads it among the ranks of the node."""
+    """Yield the candidate that sends each element to a node once, then gathers within the node."""
     intra_node = builder.nodes.intra_node_axes(task.live)
     gathered = tuple(axis for axis in intra_node if axis not in task.wanted_axes)
     if len(intra_node) == len(task.live) or not gathered:
@@ -152,7 +152,7 @@ def _gather_intra_node_last(
 def spread_intra_node_last(
     task: MeshTransition, builder: Builder, held: Holding, communicating: tuple[int, ...]
 ) -> Iterator[list[Step]]:
-    """Yield the way from reduced parts that brings each element to a node once; along no axis ranks hold the same."""
+    """Yield the candidate that sends each reduced element to a node once; no two ranks hold the same element."""
     intra_node = builder.nodes.intra_node_axes(task.live)
     gathered = tuple(axis for axis in communicating if axis in intra_node and axis not in task.wanted_axes)
     if not gathered or len(gathered) == len(communicating):
@@ -173,20 +173,20 @@ def shared_out(
     task: MeshTransition, held: Holding, axes: tuple[int, ...], apart: Sequence[int] = (), *, anew: bool = False,
     inside: Splits = (),
 ) -> Holding:  # fmt: skip
-    """Return a holding divided over some more axes, along which ranks hold the same.
+    """Divide a holding evenly over more axes, along which ranks hold the same elements.
 
-    One dim is divided: the one that does so most evenly. Where that can be said as one more split after those of the
-    source or of the destination it is, as then the same elements can be named at both; else each part is divided anew.
-    Where sizes are uneven, anew is the more even.
+    One dim is divided, the one that divides most evenly. If possible the division extends the splits of the source or
+    of the destination, because then both sides can name the same elements. Otherwise each part is divided anew, which
+    is more even if sizes are uneven.
 
     Args:
         task: the transition.
-        held: what the ranks hold.
-        axes: the axes.
+        held: the holding to divide.
+        axes: the axes to divide over.
         apart: axes over which the destination's splits will divide it later.
         anew: divide each part anew where sizes are uneven.
-        inside: splits to divide the parts of, where `held` has them undivided. Else one rank would get all of its share
-            from one part, and another one nothing.
+        inside: splits whose parts are divided, if `held` does not split the dim so. Otherwise one rank would get its
+            whole share from one part, and another rank no elements from it.
     """
     dim = _roomiest(task, held, axes, [dim for dim, chain in enumerate(task.dst) if set(apart) & set(chain)])
     comb = held.combs[dim] if held.combs else None
@@ -201,7 +201,7 @@ def shared_out(
 
 
 def _chain(task: MeshTransition, held: Holding, dim: int, inside: Splits) -> tuple[int, ...] | None:
-    """Return the chain of splits that a part of a dim can be divided after, or None."""
+    """Return the chain of splits after which a part of a dim can be divided, or None."""
     comb = held.combs[dim] if held.combs else None
     own = held.splits[dim]
     if comb is not None:
@@ -213,7 +213,7 @@ def _chain(task: MeshTransition, held: Holding, dim: int, inside: Splits) -> tup
 
 
 def _roomiest(task: MeshTransition, held: Holding, axes: tuple[int, ...], later: Sequence[int] = ()) -> int:
-    """Return the dim that is divided most evenly over some axes, by what one rank holds; those to divide later last."""
+    """Return the dim whose extent on one rank divides most evenly over some axes; dims in `later` rank last in ties."""
     ways = task.ways(axes)
     sizes = [int(extent(held, dim).flat[0]) for dim in range(len(held.shape))]
     sizes = sizes if all(sizes) else list(task.shape)
@@ -221,14 +221,14 @@ def _roomiest(task: MeshTransition, held: Holding, axes: tuple[int, ...], later:
     return min(range(len(sizes)), key=lambda dim: (waste[dim], dim in later, dim))
 
 
-# -- from copies that are still to be reduced --------------------------------------------------------------------------
-# For every element the fewest copies move if it is reduced at one rank, which is one that needs it if any holder does,
-# and then goes to the other ranks that need it. Reducing everywhere at once takes fewer steps, and more bytes; reducing
-# within the nodes first takes more steps, and fewer bytes between the nodes.
+# -- with pending copies -----------------------------------------------------------------------------------------------
+# The fewest bytes move if each element is reduced at one rank, if possible at one that needs it, and is then sent to
+# the other ranks that need it. Reducing everywhere at once takes fewer steps and more bytes. Reducing within the nodes
+# first takes more steps and fewer bytes between nodes.
 
 
 def reductions(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
-    """Yield the ways that start with copies over `task.reduces`; the first moves the fewest bytes."""
+    """Yield the candidates that start with copies over `task.reduces`; the first moves the fewest bytes."""
     yield from _scatter_first(task, builder)
     yield from _reduce_whole(task, builder)
     yield from _directly(task, builder)
@@ -236,12 +236,12 @@ def reductions(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
 
 
 def _scatter_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
-    """Reduce each element at one rank, which needs it if it can, then exchange."""
+    """Reduce each element at one rank, if possible at one that needs it, then exchange."""
     spread = (*task.reduces, *task.replica_axes)
     settled = _settled(task)
     aimed = [task.wanted_axes]
     if builder.on is not None and not task.wanted_axes & {*spread} <= settled:
-        aimed.append(settled)  # more bytes, but no rank has to do with more of them than its share
+        aimed.append(settled)  # more bytes in all, but no rank handles more than its share
     for wanted in aimed:
         between = _reducers(task, spread, wanted, anew=not builder.nodes.spans_nodes(range(len(task.sizes))))
         first = builder.reduce_into(task.source, between, task.reduces)
@@ -254,16 +254,16 @@ def _scatter_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step
 
 
 def _settled(task: MeshTransition) -> frozenset[int]:
-    """Return the axes that the destination splits dims over which the source splits over fewer axes, or none.
+    """Return the axes that split, at the destination, dims whose source splits are a prefix of the destination's.
 
-    There the destination's splits divide what any rank holds evenly; elsewhere they may give it all or nothing.
+    In such a dim the destination's splits divide every rank's part evenly; in others a rank may get all or nothing.
     """
     pairs = zip(task.src, task.dst, strict=True)
     return frozenset(axis for own, wanted in pairs if own == wanted[: len(own)] for axis in wanted)
 
 
 def _reduce_whole(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
-    """Reduce everywhere what any of the ranks along the copies needs, then exchange: fewer steps, more bytes."""
+    """Reduce, on every rank, all elements needed along the copies, then exchange: fewer steps, more bytes."""
     held = task.source.restricted(task.dst, [axis for axis in task.replica_axes if axis in task.wanted_axes])
     if not held.plain:
         held = task.source
@@ -273,7 +273,7 @@ def _reduce_whole(task: MeshTransition, builder: Builder) -> Iterator[list[Step]
 
 
 def _directly(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
-    """Yield the one step in which every rank gets all copies of what it needs and reduces them itself."""
+    """Yield the single step in which every rank receives all copies of its elements and reduces them itself."""
     if task.target.plain:
         axes = sorted((*communicating_axes(task, task.source, task.target), *task.reduces))
         step = builder.exchange(task.source, task.target, axes, reduces=task.reduces)
@@ -293,7 +293,7 @@ def _intra_node_first(task: MeshTransition, builder: Builder) -> Iterator[list[S
     reduced = _reducers(task, (*inner, *replicas), task.wanted_axes, scattered)
     steps = [builder.reduce_into(task.source, reduced, inner)] if inner else builder.local(task.source, reduced)
     if scattered:
-        if reduced.share is not None:  # what is shared out cannot be divided once more
+        if reduced.share is not None:  # an even share cannot be divided a second time
             return
         whole, reduced = reduced, reduced.restricted(_chains(task, reduced), scattered)
         steps = [*steps, builder.reduce_into(whole, reduced, scattered)]
@@ -305,7 +305,7 @@ def _intra_node_first(task: MeshTransition, builder: Builder) -> Iterator[list[S
 
 
 def _chains(task: MeshTransition, held: Holding) -> tuple[tuple[int, ...], ...]:
-    """Return the destination's splits, but where a dim has a comb already the chain of that."""
+    """Return the destination's splits; a dim with a comb keeps the chain of its comb."""
     combs = held.combs or (None,) * len(task.dst)
     return tuple(comb[0] if comb is not None else chain for comb, chain in zip(combs, task.dst, strict=True))
 
@@ -313,15 +313,14 @@ def _chains(task: MeshTransition, held: Holding) -> tuple[tuple[int, ...], ...]:
 def _reducers(
     task: MeshTransition, over: Sequence[int], wanted: frozenset[int], apart: Sequence[int] = (), *, anew: bool = False
 ) -> Holding:
-    """Return who reduces what over some axes, along which ranks hold the same part.
+    """Return the elements that each rank reduces over some axes, along which ranks hold the same part.
 
-    Of its part, each rank takes what the destination's splits over these axes give it, and an even share with the ranks
-    that would take the same.
+    Each rank takes its block of the destination's splits over these axes. Ranks with the same block share it evenly.
 
     Args:
         task: the transition.
         over: the axes.
-        wanted: those along which the destination's splits decide; along the others the shares are even.
+        wanted: axes along which the destination's splits decide; along the others the shares are even.
         apart: axes over which the destination's splits will divide it later.
         anew: divide parts anew where sizes are uneven, see `shared_out`.
     """
@@ -333,7 +332,7 @@ def _reducers(
 
 
 def _from_reducers(task: MeshTransition, builder: Builder, between: Holding) -> Iterator[list[Step]]:
-    """Yield the ways from who reduced each element to the target."""
+    """Yield the candidates from the reducing ranks to the target."""
     target = task.target
     communicating = _divided(task, between) | set(between.first)
     for axis in task.split_axes:
@@ -349,7 +348,7 @@ def _from_reducers(task: MeshTransition, builder: Builder, between: Holding) -> 
 
 
 def _divided(task: MeshTransition, held: Holding) -> set[int]:
-    """Return the axes over which a holding divides what `splits` gives in another way than the destination does."""
+    """Return the axes over which a holding divides the blocks of `splits` in another way than the destination does."""
     fixed: set[int] = set()
     for comb, wanted in zip(held.combs, task.dst, strict=False):
         if comb is not None:
@@ -363,20 +362,20 @@ def _communicates_over(task: MeshTransition, axis: int) -> bool:
     return bool((target.restricted(task.src, [axis]).counts() != target.counts()).any())
 
 
-# -- the obvious ways, which the chosen one is never worse than --------------------------------------------------------
+# -- baseline candidates, so that the chosen plan is never worse -------------------------------------------------------
 
 
 def axis_by_axis(task: MeshTransition, builder: Builder) -> list[Step]:
     """Return the steps that change one axis at a time, as DTensor's default plan does.
 
-    Pending axes first, in mesh order: reduced and scattered where the destination splits over the axis and the axes
-    outside of it are in place, else reduced everywhere. Then each axis that is not where it should be, inner ones
-    first, moves to another dim if it can come to its place there, and is gathered otherwise. Slices come last.
+    Pending axes are first, in mesh order. An axis is reduce-scattered if the destination splits over it and its outer
+    axes are in place; otherwise it is all-reduced. Then each misplaced axis, inner ones first, moves to its wanted dim
+    if the outer axes are in place there, and is gathered otherwise. Slices are last.
     """
     steps: list[Step] = []
     held = task.source
     for _, parts in itertools.groupby(task.reduces, key=lambda axis: task.names[axis]):
-        axes = tuple(parts)  # of one axis of the mesh, which is cut where nodes end
+        axes = tuple(parts)  # sub-axes of one mesh axis, which is cut at node boundaries
         if all(_append(held, task.dst, axis) is None for axis in axes):
             steps.append(builder.all_reduce(held, axes))
             continue
@@ -399,7 +398,7 @@ def axis_by_axis(task: MeshTransition, builder: Builder) -> list[Step]:
 
 
 def _append(held: Holding, wanted: Splits, axis: int) -> Holding | None:
-    """Return the holding split over one more axis, if that puts the axis where it is wanted; else None."""
+    """Split the holding over one more axis if that puts the axis at its wanted place; else return None."""
     for dim, chain in enumerate(wanted):
         if axis in chain and held.splits[dim] == chain[: chain.index(axis)]:
             return _with(held, dim, (*held.splits[dim], axis))
@@ -410,13 +409,13 @@ def _with(held: Holding, dim: int, chain: tuple[int, ...]) -> Holding:
     return replace(held, splits=(*held.splits[:dim], chain, *held.splits[dim + 1 :]))
 
 
-# -- between two meshes that have no axes in common: subsets, disjoint sets, the same ranks in another shape -----------
-# Copies are reduced on the mesh they are on, each element at one rank; then one exchange over the ranks of both meshes
-# moves what is missing; what many ranks of the destination need may be scattered among them first and gathered there.
+# -- between two meshes without common axes: subsets, disjoint sets, the same ranks in another shape -------------------
+# Copies are reduced on their own mesh, each element at one rank. Then one exchange over the ranks of both meshes moves
+# the missing elements. Elements that many destination ranks need may be scattered first and gathered there.
 
 
 def _between_meshes(transition: Transition, on: Machine | None) -> Iterator[list[Step]]:
-    """Yield the ways from a layout on one mesh to a layout on another."""
+    """Yield the candidates from a layout on one mesh to a layout on another."""
     ranks, size = transition.ranks, transition.itemsize
     names = tuple(dict.fromkeys((*transition.before.names, *transition.after.names)))
     for opening, reducing in _openings(transition, on):
@@ -430,7 +429,7 @@ def _between_meshes(transition: Transition, on: Machine | None) -> Iterator[list
 
 
 def _openings(transition: Transition, on: Machine | None) -> Iterator[tuple[LayoutSide, list[Step]]]:
-    """Yield layouts after all reductions, each with the steps to it: spread over the ranks that had copies, or not."""
+    """Yield layouts after all reductions, each with its steps: spread over the ranks that had copies, or replicated."""
     before = transition.before
     if not before.pending:
         yield before, []
@@ -441,7 +440,7 @@ def _openings(transition: Transition, on: Machine | None) -> Iterator[tuple[Layo
 
 
 def _closings(transition: Transition, on: Machine | None) -> Iterator[tuple[LayoutSide, list[Step]]]:
-    """Yield the layouts to exchange into, each with the steps from there to the destination."""
+    """Yield the layouts to exchange into, each with the steps from it to the destination."""
     after = transition.after
     yield after, []
     used = {axis for chain in after.splits for axis in chain}
@@ -456,7 +455,7 @@ def _closings(transition: Transition, on: Machine | None) -> Iterator[tuple[Layo
 
 
 def _spread(side: LayoutSide, axes: tuple[int, ...]) -> LayoutSide:
-    """Return a layout that also splits the dim which divides best over some axes that it does not split over."""
+    """Return a layout that also splits over `axes`, which it does not split over, the dim that divides best."""
     local = [-(-size // side.ways(chain)) for size, chain in zip(side.shape, side.splits, strict=True)]
     ways = side.ways(axes)
     dim = min(range(len(local)), key=lambda d: (-(-local[d] // ways) * ways / max(local[d], 1), d))
@@ -471,7 +470,7 @@ def _cheapest(transition: Transition, on: Machine | None) -> list[Step]:
 
 
 def _made_pending(side: LayoutSide, itemsize: int) -> list[Step]:
-    """Return the local step that makes pending copies of what the first rank along these axes has got."""
+    """Return the local step that makes pending copies; rank 0 along the pending axes contributes the data."""
     if side.reduction is None:
         return []
     fill = Fill(side.reduction, side.ways(side.pending) if side.reduction == "avg" else 1, 1)
@@ -486,7 +485,7 @@ def _made_pending(side: LayoutSide, itemsize: int) -> list[Step]:
 def _exchange(
     before: Located, after: Located, ranks: tuple[int, ...], itemsize: int, on: Machine | None, names: tuple[str, ...]
 ) -> list[Step]:
-    """Return the exchange over the ranks of both meshes, a local slice where nothing moves, or nothing."""
+    """Return the exchange over the ranks of both meshes, or a local slice if no bytes move, or no step."""
     have, need = _boxes(before, ranks), _boxes(after, ranks)
     held, wanted, both = _volumes(have), _volumes(need), _volumes(np.stack([have, need]).swapaxes(0, 1), common=True)
     received = (wanted - both) * itemsize
@@ -512,7 +511,7 @@ def _ways(held: Holding) -> list[int]:
 
 
 def _boxes(at: Located, ranks: tuple[int, ...]) -> Counts:
-    """Return start and stop of every dim of what each rank holds, as an array of ranks x dims x 2."""
+    """Return start and stop of each rank's part in every dim, as an array of ranks x dims x 2."""
     held = at.holding
     found = all_slices(held.shape, held.sizes, held.splits)
     if held.first:
@@ -523,7 +522,7 @@ def _boxes(at: Located, ranks: tuple[int, ...]) -> Counts:
 
 
 def _volumes(boxes: Counts, *, common: bool = False) -> Counts:
-    """Return the elements in each box, or in what the boxes of a row have in common."""
+    """Return the elements of each box, or of the intersection of the boxes in a row."""
     start, stop = boxes[..., 0], boxes[..., 1]
     if common:
         start, stop = start.max(axis=1), stop.min(axis=1)
@@ -531,7 +530,7 @@ def _volumes(boxes: Counts, *, common: bool = False) -> Counts:
 
 
 def _on(step: Step, ranks: tuple[int, ...]) -> Step:
-    """Return a step with its bytes listed for the ranks of both meshes."""
+    """List the bytes of a step for the ranks of both meshes."""
     if tuple(step.ranks) == ranks:
         return step
     place = np.searchsorted(ranks, np.asarray(step.ranks))

@@ -1,14 +1,14 @@
-"""Redistribution in chunks: while one chunk is computed on, others travel.
+"""Redistribution in chunks, so that communication overlaps with computation.
 
-A module that is split over ranks gathers its argument and reduces its result, and between the two it computes row by
-row. Cut along the rows, the same bytes travel beside the matrix products in place of before and after them (Wang et al.
-2023, "Overlap communication with dependent computation via decomposition in large deep learning models", ASPLOS):
+A sharded module all-gathers its argument, computes row by row, and reduce-scatters its result. Cut along the rows, the
+same bytes are communicated during the matrix products, not before and after them (Wang et al. 2023, "Overlap
+communication with dependent computation via decomposition in large deep learning models", ASPLOS):
 
     forward    start all gathers -> [wait for gather i, compute i, start reduction i] for each i -> wait for reductions
-    backward   the same of gradients, from the last chunk to the first
+    backward   the same for gradients, from the last chunk to the first
 
-Autograd sees an operation at each end of a journey. Between the two stands a tensor of the right shape without memory,
-so that nobody can read what has not arrived.
+Each transfer has one autograd operation at its start and one at its end. They are linked by a placeholder of the right
+shape without memory, so that no code can read data before it arrives.
 
     x -> _Cut -> _Landed -> function -> _Sent -> _Joined -> result
 """
@@ -33,16 +33,16 @@ from hyper_parallel.core.redistribute.plan import plan_here
 
 @dataclass(frozen=True)
 class Chunks:
-    """What is cut, and the layouts before, within and after the computation, all on one mesh.
+    """The cut, and the layouts before, within and after the computation, all on one mesh.
 
     Attributes:
-        count: chunks, at most: fewer where the rows of a rank cannot be cut evenly, one where ranks have uneven rows.
-        dim: over which the argument is gathered and the result is scattered, and not the last one.
-        split: of the argument and of the result, split over `dim`.
-        gathered: of the argument as the function gets it.
-        gathered_grad: of the gradient of that.
-        pending: of what the function returns.
-        along: the one dim to cut along, up to `dim`; None: whichever can be cut evenly.
+        count: chunks, at most. Fewer if a rank's rows do not divide evenly; 1 if ranks have different numbers of rows.
+        dim: dim over which the argument is gathered and the result is scattered; never the last dim.
+        split: layout of the argument and of the result, split over `dim`.
+        gathered: layout of the argument inside the function.
+        gathered_grad: layout of the gradient of the gathered argument.
+        pending: layout of the function's return value.
+        along: the dim to cut along, up to `dim`; None: the first that divides evenly.
     """
 
     count: int
@@ -54,10 +54,10 @@ class Chunks:
     along: int | None = None
 
     def fitting(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the dim to cut an argument with these sizes along, and the number of chunks.
+        """Return the dim to cut an argument of these sizes along, and the number of chunks.
 
-        A dim before `dim` comes first, as that of the sequences of a batch: cut along it, a chunk lies in one piece of
-        memory, and a gather over `dim` has fewer rows to put in order.
+        Dims before `dim` are tried first, e.g. the batch dim. Cut there, a chunk is contiguous in memory, and a gather
+        over `dim` has fewer rows to reorder.
         """
         splits = self.split.splits(len(shape))
         for dim in range(self.dim + 1) if self.along is None else (self.along,):
@@ -70,20 +70,20 @@ class Chunks:
 
 @calls_compiled
 def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, shape: Sequence[int], chunks: Chunks) -> Tensor:
-    """Return this rank's shard of what a function makes of a tensor, both of them split over the rows.
+    """Apply a function to this rank's shard, with its communication cut into chunks; e.g. for sequence parallelism.
 
-    Communication: that of a redistribution from `split` to `gathered` before the function, and from `pending` to
-    `split` after it, both ways, each cut into chunks. There are no second derivatives.
+    Both passes redistribute from `split` to `gathered` before the function, and from `pending` to `split` after it,
+    each cut into chunks. There are no second derivatives.
 
     Args:
-        function: what is computed; a row of its result depends on the same row of its argument alone, or with `along`
-            on the same place along that dim.
+        function: the computation. A row of its result may depend on the same row of its argument only; with `along`,
+            on the same position along that dim.
         x: this rank's shard.
         shape: the full argument's sizes.
-        chunks: how both are cut.
+        chunks: the cut, and all layouts.
 
     Returns:
-        A shard of a tensor with the sizes of the argument, but for the last one.
+        This rank's shard of the result, whose sizes are the argument's except for the last.
     """
     entry, exit_, count = _passages(shape, chunks)
     try:
@@ -91,13 +91,13 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, shape: Sequence[i
         for number, chunk in enumerate(_apply(_Cut, x, entry, count)):
             leaving.append(_apply(_Sent, function(_apply(_Landed, chunk, entry, number)), exit_, number))
         return cast(Tensor, _apply(_Joined, exit_, *leaving))
-    finally:  # a checkpoint may end the second computation early: what is under way keeps its memory until it is there
+    finally:  # a checkpoint may stop recomputing early; pending transfers keep their memory until they land
         _settle(entry, exit_)
 
 
 @runs_eagerly
 def _passages(shape: Sequence[int], chunks: Chunks) -> tuple[_Passage, _Passage, int]:
-    """Return both ends of a call, and the number of chunks."""
+    """Make the passages at entry and exit of a call, and return them with the number of chunks."""
     rows, (dim, count) = [*shape], chunks.fitting(shape)
     rows[dim] //= count
     entry = _Passage(dim, (chunks.split, chunks.gathered), (chunks.gathered_grad, chunks.split), rows)
@@ -117,7 +117,7 @@ def _settle(*passages: _Passage) -> None:
 
 
 class _Travelling(NamedTuple):
-    """A chunk that travels: the collective under way and what comes after it, or the result where nothing travels."""
+    """A chunk in transit: its pending collective and the remaining steps, or the result if no bytes move."""
 
     working: Working
     first: dist.Work | None
@@ -131,13 +131,13 @@ class _Travelling(NamedTuple):
 
 
 class _Passage:
-    """The redistributions of the chunks of one call at one end of it, and those of their gradients.
+    """The redistributions of one call's chunks at its entry or its exit, and of their gradients.
 
     Args:
-        dim: that is cut.
-        way: the layouts that chunks leave and arrive in.
-        back: the layouts that their gradients leave and arrive in.
-        shape: of the full tensor of which a chunk of each rank is a shard.
+        dim: the dim that is cut.
+        way: layouts of a chunk before and after it moves.
+        back: layouts of its gradient before and after it moves.
+        shape: sizes of the full tensor that consists of one chunk of every rank.
     """
 
     def __init__(self, dim: int, way: tuple[Layout, Layout], back: tuple[Layout, Layout], shape: Sequence[int]) -> None:
@@ -145,30 +145,30 @@ class _Passage:
         self._flights: dict[tuple[int, bool], _Travelling] = {}
 
     def start(self, number: int, part: Tensor, *, back: bool) -> Tensor:
-        """Send a chunk, and return what stands in its place until it has arrived."""
+        """Send a chunk, and return a placeholder for it until it arrives."""
         src, dst = self.ways[back]
         mesh = src.mesh
         assert mesh is not None, "the callers see to a mesh"
         working = start(plan_here(src, dst, self.shape, part.dtype, mesh), part, mesh)
         try:
             self._flights[number, back] = _Travelling(working, next(working), None)
-        except StopIteration as end:  # an exchange in which this rank has no part
+        except StopIteration as end:  # this rank takes no part in the exchange
             self._flights[number, back] = _Travelling(working, None, end.value)
         _, arrives = self.ways[False]  # autograd asks for a gradient of the same shape
         return part.new_empty(()).expand(arrives.local_shape(self.shape))
 
     def land(self, number: int, *, back: bool) -> Tensor:
-        """Return a chunk once it has arrived."""
+        """Wait for a chunk and return it."""
         return self._flights.pop((number, back)).land()
 
     def settle(self) -> None:
-        """Wait for what nobody has asked for on its way there."""
+        """Wait for chunks that the forward pass has sent and never used."""
         for key in [key for key in self._flights if not key[1]]:
             self._flights.pop(key).land()
 
 
 class _Cut(torch.autograd.Function):
-    """Where the chunks of an argument leave, and their gradients arrive."""
+    """Sends the chunks of an argument; its backward receives their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, passage: _Passage, count: int) -> tuple[Tensor, ...]:
@@ -183,7 +183,7 @@ class _Cut(torch.autograd.Function):
 
 
 class _Landed(torch.autograd.Function):
-    """Where a chunk of an argument arrives, and its gradient leaves."""
+    """Receives a chunk of an argument; its backward sends the gradient."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, passage: _Passage, number: int) -> Tensor:
@@ -197,12 +197,12 @@ class _Landed(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """Where a chunk of a result leaves, and its gradient arrives."""
+    """Sends a chunk of a result; its backward receives the gradient."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, passage: _Passage, number: int) -> Tensor:
         ctx.passage, ctx.number = passage, number
-        passage.shape = torch.Size((*passage.shape[:-1], result.shape[-1]))  # the width may be another
+        passage.shape = torch.Size((*passage.shape[:-1], result.shape[-1]))  # the function may change the last size
         return passage.start(number, result, back=False)
 
     @staticmethod
@@ -212,7 +212,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Where the chunks of a result arrive, and their gradients leave."""
+    """Receives the chunks of a result; its backward sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, passage: _Passage, *places: Tensor) -> Tensor:
@@ -229,4 +229,4 @@ class _Joined(torch.autograd.Function):
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which copies one, too
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # cat would copy a single part

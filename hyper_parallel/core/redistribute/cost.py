@@ -1,6 +1,6 @@
-"""Cost of a step on a machine, and the nodes below a mesh.
+"""Cost of a step on a machine, and the position of a mesh on the nodes.
 
-Without a machine a step takes the bytes of its busiest rank at 1 GB/s: the plan with the fewest bytes is the cheapest.
+Without a machine, a step takes the bytes of its busiest rank at 1 GB/s, so that the plan with the fewest bytes wins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Load", "Nodes", "latency", "ranks_per_node", "seconds"]
 
 
 def seconds(kind: str, load: Load, on: Machine | None) -> float:
-    """Return the modelled time of one step: its collective, and what is packed and unpacked in memory.
+    """Return the modelled seconds of one step: its collective, and packing and unpacking in memory.
 
     >>> from hyper_parallel.core.machine import find_machine
     >>> gather = Load(ranks=8, per_node=8, moved=7 * 2**20, inter_node=0, copied=0)
@@ -27,8 +27,8 @@ def seconds(kind: str, load: Load, on: Machine | None) -> float:
 
     Args:
         kind: the kind of step.
-        load: what it moves.
-        on: the machine; None: bytes count alone.
+        load: the bytes and ranks of the step.
+        on: the machine; None: price by bytes alone.
     """
     if on is None:
         return load.moved / 1e9 if load.ranks > 1 else 0.0
@@ -36,20 +36,20 @@ def seconds(kind: str, load: Load, on: Machine | None) -> float:
 
 
 def ranks_per_node(on: Machine | None) -> int | None:
-    """Return how many ranks share a node; None: all."""
+    """Return the number of ranks per node; None: all ranks share one."""
     return None if on is None else on.devices_per_node
 
 
 def latency(kind: str, load: Load, on: Machine | None) -> float:
-    """Return the part of the time that a collective takes however little it moves."""
+    """Return the seconds that a collective takes even without bytes."""
     return seconds(kind, load._replace(moved=0, inter_node=0, copied=0), on)
 
 
-# -- nodes below a mesh: intra-node and inter-node axes ----------------------------------------------------------------
+# -- intra-node and inter-node axes ------------------------------------------------------------------------------------
 
 
 class Nodes:
-    """The nodes of a mesh.
+    """The nodes on which the ranks of a mesh lie.
 
     >>> nodes = Nodes(range(8), (2, 4), 4)
     >>> nodes.spans_nodes((0,)), nodes.spans_nodes((1,)), nodes.intra_node_axes((0, 1))
@@ -72,7 +72,7 @@ class Nodes:
         self._spreads: dict[tuple[int, ...], NodeSpread] = {}
 
     def _along_nodes(self) -> frozenset[int] | None:
-        """Return the axes along which nodes do not change, if every other axis leads to another node; else None."""
+        """Return the axes that stay within a node, if every step along another axis changes the node; else None."""
         if self._node is None:
             return frozenset(range(len(self._sizes)))
         axes = [axis for axis in range(len(self._sizes)) if (self._node == self._node.take([0], axis=axis)).all()]
@@ -80,7 +80,7 @@ class Nodes:
         return frozenset(axes) if len(np.unique(self._node)) == others else None
 
     def spread(self, axes: Iterable[int]) -> NodeSpread:
-        """Return how a group over these axes lies on the nodes: the one on most nodes, with fewest ranks on each.
+        """Return the ranks and nodes of a group over these axes: of the group on most nodes, with fewest ranks on each.
 
         >>> Nodes(range(12), (12,), 8).spread((0,)), Nodes(range(12), (2, 6), 8).spread((1,))
         (NodeSpread(ranks=12, nodes=2, most=8), NodeSpread(ranks=6, nodes=2, most=4))
@@ -101,11 +101,11 @@ class Nodes:
         return max(spreads, key=lambda spread: (spread.nodes, -spread.most))
 
     def spans_nodes(self, axes: Iterable[int]) -> bool:
-        """Return whether groups over these axes reach over several nodes."""
+        """Return True if groups over these axes reach over several nodes."""
         return self.spread(axes).nodes > 1
 
     def intra_node_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Return those axes whose ranks share a node: as many as go together, inner ones first."""
+        """Return the axes whose ranks share a node together: as many as possible, inner ones first."""
         found: tuple[int, ...] = ()
         for axis in sorted(axes, reverse=True):
             if self._node is None or not self.spans_nodes((*found, axis)):
@@ -113,7 +113,7 @@ class Nodes:
         return tuple(sorted(found))
 
     def cut(self, axis: int) -> int:
-        """Return how many neighbours along an axis always share a node, if nodes cut the axis into equal parts.
+        """Return the number of neighbours along an axis that always share a node; 1 if nodes cut it into unequal parts.
 
         >>> Nodes(range(8), (8,), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(1)
         (4, 1, 4)
@@ -129,7 +129,7 @@ class Nodes:
         return 1
 
     def place(self, axes: Sequence[int]) -> Counts:
-        """Return, on every rank, its place among the sorted ranks of its group over some axes."""
+        """Return, for every rank, its index among the sorted ranks of its group over some axes."""
         if isinstance(self._ranks, range) and self._ranks.step > 0:
             return coordinate(self._sizes, sorted(axes))
         ranks = _array(self._ranks).reshape(self._sizes)

@@ -1,4 +1,4 @@
-"""Carrying out a plan on one rank: pack, exchange, unpack, reduce."""
+"""Execution of a plan on one rank: pack, exchange, unpack, reduce."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from hyper_parallel.core.redistribute.steps import BufferBox, Moves, Step, local
 Working = Generator[dist.Work, None, torch.Tensor]
 """Yields each collective as soon as it is under way; the caller waits for it. Returns the result."""
 
-# What every backend exchanges as it is; anything else travels as bytes.
+# Dtypes that every backend exchanges natively; others are sent as bytes.
 _WIRE = frozenset({torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64})
 
 
 def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """Carry out a plan on the calling rank; all ranks of the plan call it.
+    """Execute a plan on the calling rank; all ranks of the plan call it.
 
-    No gradient is recorded; `redistribute` records one.
+    No gradient is recorded, because `redistribute` records one.
 
     Args:
-        plan: what to do.
-        local: the rank's part of the source; None or an empty tensor on a rank that is only on the destination's mesh.
-        mesh: a DeviceMesh whose process groups may be used where they fit; others are made and kept.
+        plan: the plan to execute.
+        local: the rank's part of the source; None or an empty tensor on a rank of the destination's mesh only.
+        mesh: a DeviceMesh whose process groups are reused where they fit; other groups are created and kept.
 
     Returns:
-        The rank's part of the result, `local` itself when there is nothing to do; an empty tensor on a rank that is
-        only on the source's mesh.
+        The rank's part of the result; `local` itself if there are no steps; an empty tensor on a rank of the source's
+        mesh only.
 
     Raises:
         TypeError: `local` has another dtype than the plan.
@@ -50,7 +50,7 @@ def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None =
 
 
 def drive(working: Working) -> torch.Tensor:
-    """Run to the end, waiting for each collective."""
+    """Run a redistribution to its end, waiting for each collective, and return the result."""
     with record_function("redistribute"):
         try:
             while True:
@@ -60,8 +60,8 @@ def drive(working: Working) -> torch.Tensor:
 
 
 def start(plan: Plan, local: torch.Tensor | None, mesh: DeviceMesh | None = None) -> Working:
-    """Check the arguments, and return what `drive` runs; see `execute`."""
-    if not plan.steps and not dist.is_initialized():  # nothing to communicate
+    """Check the arguments of `execute`, and return the generator for `drive`."""
+    if not plan.steps and not dist.is_initialized():  # so that plans without steps need no process group
         rank = plan.ranks[0]
     else:
         rank = _check_rank(plan)
@@ -71,7 +71,7 @@ def start(plan: Plan, local: torch.Tensor | None, mesh: DeviceMesh | None = None
 
 def _run(plan: Plan, local: torch.Tensor, rank: int, mesh: DeviceMesh | None) -> Working:
     scalar = not plan.global_shape
-    if plan.steps:  # what backends are given is memory, without a view's flags
+    if plan.steps:  # backends read raw memory and ignore conj and neg bits
         local = local.resolve_conj().resolve_neg()
     held = local.reshape(1) if scalar and local.numel() else local
     for step in plan.steps:
@@ -80,7 +80,7 @@ def _run(plan: Plan, local: torch.Tensor, rank: int, mesh: DeviceMesh | None) ->
                 held = _fill(step, held, rank) if step.kind == "copy" else _slice(step, held, rank)
         elif step.group_axes is None or rank in step.before.ranks:
             held = yield from _collective(step, held, rank, mesh)
-    if not held.numel():  # nothing arrived in no shape in particular
+    if not held.numel():  # an empty buffer may have the wrong shape
         return _empty(plan, held, rank)
     if plan.steps and rank not in plan.after.ranks:
         return held.new_empty(0)
@@ -118,7 +118,7 @@ def _all_reduce(step: Step, held: torch.Tensor, group: dist.ProcessGroup) -> Wor
 
 
 def _all_gather(work: Moves, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
-    """Gather parts of one size."""
+    """All-gather parts of equal size."""
     flat = held.contiguous().view(-1)
     gathered = held.new_empty(len(work.group) * flat.numel())
     yield all_gather_single(gathered, flat, group=group, async_op=True)
@@ -126,16 +126,16 @@ def _all_gather(work: Moves, held: torch.Tensor, group: dist.ProcessGroup) -> Wo
 
 
 def _reduce_scatter(step: Step, work: Moves, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
-    """Reduce copies that the members of the group hold, one each, into the part that each one keeps."""
+    """Reduce the copies of the group's members, one each, into the part that each member keeps."""
     packed, ways = _packed(work, held), len(work.group)
     if work.even and dist.get_backend(group) != "gloo":
         result = held.new_empty(work.need)
         own, parts = result.view(-1), packed
-        if packed.is_complex():  # as torch's all_reduce sends them; nccl and hccl have no complex dtype
+        if packed.is_complex():  # as in torch's all_reduce, because nccl and hccl have no complex dtype
             own, parts = torch.view_as_real(own), torch.view_as_real(parts)
         yield reduce_scatter_single(own, parts, _reduce_op(step.reduction), group=group, async_op=True)
         return _averaged(result, ways, step.reduction)
-    # On gloo an exchange and a local sum take half the time of its reduce_scatter, and uneven parts need it anyway.
+    # gloo's reduce_scatter takes twice as long as an exchange and a local sum. Uneven parts need the exchange anyway.
     rows = held.new_empty((ways, *work.need))
     yield all_to_all(rows.view(-1), packed, work.receives, work.sends, group)
     return _reduce(rows, step.reduction)
@@ -151,7 +151,7 @@ def _exchange(step: Step, work: Moves, held: torch.Tensor, group: dist.ProcessGr
 
 
 def _in_rounds(step: Step, held: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Working:
-    """Exchange parts in rounds, which keeps the buffers small."""
+    """Exchange parts in rounds, to keep the buffers small."""
     whole = step.after.part_of(rank)
     result = held.new_empty(shape_of(whole) if whole is not None else 0)
     for index in range(step.rounds):
@@ -198,7 +198,7 @@ def _fill(step: Step, held: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _packed(work: Moves, held: torch.Tensor) -> torch.Tensor:
-    """Return what is sent in one buffer: the tensor itself where it lies in order."""
+    """Return the send buffer: the tensor itself if it is in the order of sending, else a packed copy."""
     if work.pack is None and held.is_contiguous():
         return held.view(-1)
     packed = held.new_empty(sum(work.sends))
@@ -208,7 +208,7 @@ def _packed(work: Moves, held: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(work: Moves, held: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """Return the result: what arrived itself where it lies in order."""
+    """Return the result: the receive buffer itself if it is in order, else an unpacked copy."""
     if work.unpack is None:
         return arrived.view(work.need)
     if work.join is not None:
@@ -219,7 +219,7 @@ def _unpacked(work: Moves, held: torch.Tensor, arrived: torch.Tensor) -> torch.T
 
 
 def _pieces(places: Sequence[BufferBox]) -> list[BufferBox]:
-    """Return one place per piece."""
+    """Return one box per piece."""
     return list({place.start: place for place in places}.values())
 
 
@@ -231,7 +231,7 @@ def _unpack(work: Moves, held: torch.Tensor, arrived: torch.Tensor, result: torc
 
 
 def _reduced(step: Step, work: Moves, held: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """Put the pieces of every copy together, and reduce the copies in their order."""
+    """Assemble the pieces of every copy, and reduce the copies in their order."""
     rows = held.new_empty((work.copies, *work.need))
     for place in work.unpack or ():
         rows[place.copy][place.index].copy_(place.of(arrived))
@@ -240,17 +240,17 @@ def _reduced(step: Step, work: Moves, held: torch.Tensor, arrived: torch.Tensor)
     return _reduce(rows, step.reduction)
 
 
-# -- the backend's calls ---------------------------------------------------------------------------------------------
+# -- calls of the backend --------------------------------------------------------------------------------------------
 
 
 def all_to_all(
     arrived: torch.Tensor, packed: torch.Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
 ) -> dist.Work:
-    """Start an exchange of parts of any dtype, and return the work to wait for.
+    """Start an exchange of parts of any dtype, and return the work to wait for. Dtypes outside `_WIRE` travel as bytes.
 
     Args:
-        arrived: flat, for what is received, by rank of the group.
-        packed: flat, what is sent, by rank of the group.
+        arrived: flat receive buffer, by rank of the group.
+        packed: flat send buffer, by rank of the group.
         receives: elements from each rank.
         sends: elements to each rank.
         group: the ranks.
@@ -265,13 +265,13 @@ def all_to_all(
 
 
 def _reduce_op(reduction: str | None) -> Any:
-    """Return torch's operation; an average is a sum, divided afterwards, as not every backend has one."""
+    """Return torch's operation. An average is a sum that is divided later, because not every backend has an average."""
     ops = dist.ReduceOp
     return {"max": ops.MAX, "min": ops.MIN, "prod": ops.PRODUCT}.get(reduction or "sum", ops.SUM)
 
 
 def _averaged(total: torch.Tensor, ways: int, reduction: str | None) -> torch.Tensor:
-    """Divide a sum by the number of copies when an average is wanted, in place; ints round down."""
+    """Divide a sum in place by the number of copies if an average is wanted; ints round down."""
     if reduction != "avg":
         return total
     exact = total.is_floating_point() or total.is_complex()
@@ -291,7 +291,7 @@ def _reduce(rows: torch.Tensor, reduction: str | None) -> torch.Tensor:
 
 
 def _neutral(reduction: str, dtype: torch.dtype) -> Any:
-    """Return what changes nothing when reduced with."""
+    """Return the neutral element of a reduction, e.g. -inf for "max" of floats."""
     if reduction == "prod":
         return 1
     if reduction not in ("max", "min"):
@@ -305,7 +305,7 @@ def _neutral(reduction: str, dtype: torch.dtype) -> Any:
     return limits.min if low else limits.max
 
 
-# -- what can go wrong -----------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _check_rank(plan: Plan) -> int:
@@ -343,7 +343,7 @@ def _check_local(plan: Plan, local: torch.Tensor | None, rank: int, mesh: Device
 
 @lru_cache(maxsize=8192)
 def _shape_at(plan: Plan, at: Located, rank: int) -> tuple[int, ...] | None:
-    """Return the shape of a rank's part of the source or of the result; None for a rank that is not on that mesh."""
+    """Return the shape of a rank's part at the source or the result; None for a rank outside that mesh."""
     part = at.part_of(rank)
     return None if part is None else shape_of(part)[: len(plan.global_shape)]
 

@@ -1,8 +1,8 @@
-"""Redistributions that pass gradients on, and local tensors of DTensors that do.
+"""Redistributions and local tensors that pass gradients on.
 
-A local tensor does not say whether its gradients on several ranks are one gradient, which each of them has computed, or
-partial sums, still to be added. torch takes the first for granted; where that is wrong, it trains on a wrong gradient
-without an error. Here the caller says which one holds, or the backward pass is refused.
+The gradients of a local tensor on several ranks may be one gradient, computed by each of them, or partial sums. The
+tensor itself does not know which. torch assumes the former and, if that is wrong, trains on a wrong gradient without
+an error. Here the caller declares one of them, or the backward pass raises ValueError.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ ANY: Terms = (None, None)
 
 
 def moved(x: DTensor, target: Layout, terms: Terms = ANY) -> DTensor:
-    """Return x in another layout, which has a mesh; the arguments have been read."""
+    """Redistribute x to a layout on a DeviceMesh; arguments are already checked."""
     return unmoved(x) if _is_there(x, target, terms) else _started(x, target, terms).wait()
 
 
 def moving(x: DTensor, target: Layout, terms: Terms = ANY) -> PendingRedistribute:
-    """Return the same as soon as the first collective is under way."""
+    """Start to redistribute x, and return after the first collective is issued."""
     if _is_there(x, target, terms):
         return PendingRedistribute(x, None, target, unmoved(x))
     return _started(x, target, terms)
 
 
 def unmoved(x: DTensor) -> DTensor:
-    """Return x itself; with a gradient to come, where that goes is still to be seen to."""
+    """Return x itself; if it requires a gradient, the gradient is redistributed to the layout of x."""
     return _Unmoved.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def _is_there(x: DTensor, target: Layout, terms: Terms) -> bool:
-    """Return whether x is in that layout already, and nothing else was asked for."""
+    """Return True if x is in that layout already and no machine or memory limit was given."""
     mesh = x.device_mesh
     if target.mesh is not mesh:
         _check_slices("cannot redistribute", mesh, target)
@@ -78,10 +78,10 @@ def _mesh_for_groups(src: Layout, target: Layout) -> DeviceMesh | None:
 
 
 def _readable(x: DTensor) -> DTensor:
-    """Return x, by torch reduced and gathered where no layout says what its parts are.
+    """Return x in placements that a layout can express; torch reduces and gathers the others.
 
-    That is what torch's norms leave behind, of which powers are to be added up, and its embeddings of split tables; and
-    its views that merge two split dims into one: their parts are strided.
+    Examples are torch's norms (pending sums of powers), embeddings with split tables, and views that merge two split
+    dims into one, because their parts are strided.
     """
     replicate = torch_tensor.Replicate()
     kinds = [placement.is_partial() and type(placement) is not Partial for placement in x.placements]
@@ -96,15 +96,15 @@ def _readable(x: DTensor) -> DTensor:
         split = [getattr(placement, "dim", None) for placement in x.placements]
         dims = {dim for dim, placement in zip(split, x.placements, strict=True) if is_strided(placement)}
         if any(x.size(dim) % x.device_mesh.size() for dim in dims if dim is not None):
-            raise  # of uneven parts torch loses rows
+            raise  # torch loses rows of uneven strided parts
         gathered = [replicate if dim in dims else placement for dim, placement in zip(split, x.placements, strict=True)]
         return x.redistribute(x.device_mesh, gathered)
     return x
 
 
 def _check_slices(asked: str, mesh: DeviceMesh, target: Layout) -> None:
-    """Refuse to leave or to enter a slice of a larger mesh: elsewhere in that the same code has another slice in hand,
-    so that the ranks of one would wait for those of the other, which do something else."""
+    """Refuse to move into or out of a slice of a larger mesh, because ranks of other slices run the same code there.
+    Ranks of one slice would then wait for ranks of another, which issue other collectives."""
     to = target.mesh
     assert to is not None, "read_layout sees to a mesh"
     for name, part, other in (("the mesh of x", mesh, to), ("the mesh of layout", to, mesh)):
@@ -119,9 +119,9 @@ def _check_slices(asked: str, mesh: DeviceMesh, target: Layout) -> None:
 
 
 class PendingRedistribute:
-    """A redistribution under way.
+    """A redistribution under way, e.g. `redistribute(x, layout, async_op=True)`.
 
-    The first collective was started when it was made; `wait` starts those after it. All ranks wait in the same order.
+    Its creation starts the first collective; `wait` starts the others. All ranks must wait in the same order.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ def _link(x: DTensor, local: torch.Tensor, target: Layout, terms: Terms) -> DTen
 
 
 def gradient_layout(src: Layout, grad: Layout) -> Layout:
-    """Return where the gradient of a tensor in layout `src` goes: as the tensor, each rank with the full gradient of
-    the copy it holds; sums that are pending already stay so along axes where the tensor's are."""
+    """Return the layout for the gradient of a tensor in layout `src`: as the tensor, with the full gradient per copy.
+    Pending sums of the gradient stay pending along axes where the tensor has pending copies."""
     if not src.is_partial():
         return src
     same = src.axes == grad.axes
@@ -177,11 +177,11 @@ def gradient_layout(src: Layout, grad: Layout) -> Layout:
 
 @runs_eagerly
 def back_to(grad: DTensor, layout: Layout, terms: Terms = ANY) -> DTensor:
-    """Redistribute a gradient. It does not come back in the same memory as another tensor: two gradients that share
-    memory would both be scaled when one is."""
+    """Redistribute a gradient into memory that no other tensor shares, because scaling one of two gradients in place
+    would scale the other."""
     try:
         result = moved(grad, layout, terms)
-    except TooTight as error:  # the way there fits, but not the way back: with the least that does
+    except TooTight as error:  # the limit fits forward but not backward: use the smallest limit that does
         result = moved(grad, layout, (terms[0], error.least))
     with torch.no_grad():
         shared = result is not grad and is_set_to(local_tensor(result), local_tensor(grad))
@@ -189,7 +189,7 @@ def back_to(grad: DTensor, layout: Layout, terms: Terms = ANY) -> DTensor:
 
 
 class _Redistributed(torch.autograd.Function):
-    """Ties a redistributed part to the DTensor it came from."""
+    """Links a redistributed part to its source DTensor."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, local: torch.Tensor, target: Layout, terms: Terms) -> DTensor:
@@ -202,7 +202,7 @@ class _Redistributed(torch.autograd.Function):
 
 
 class _Unmoved(torch.autograd.Function):
-    """Ties a DTensor to itself, so that its gradient comes back in its layout."""
+    """Links a DTensor to itself, so that its gradient arrives in its layout."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
@@ -214,20 +214,20 @@ class _Unmoved(torch.autograd.Function):
         return back_to(grad, gradient_layout(Layout.of_spec(ctx.spec), Layout.of(grad)))
 
 
-# -- parts, which are local tensors ------------------------------------------------------------------------------------
+# -- local tensors -----------------------------------------------------------------------------------------------------
 
 
 def take_part(x: DTensor, grad_layout: Layout | None, verb: str) -> torch.Tensor:
-    """Return this rank's part of a DTensor for a verb that has read its arguments."""
+    """Return this rank's part of a DTensor; `verb` names the caller in errors."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _ToLocal.apply(x, Layout.of(x), grad_layout, verb)
     with torch.no_grad():
         local = local_tensor(x)
-    return local.detach() if local.requires_grad else local  # torch's own parts may want a gradient
+    return local.detach() if local.requires_grad else local  # torch's own parts may require a gradient
 
 
 class FromLocal(torch.autograd.Function):
-    """A DTensor made of local tensors; backward gives each rank the gradient of its own."""
+    """Makes a DTensor of local tensors; backward gives each rank the gradient of its part."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -253,8 +253,8 @@ class FromLocal(torch.autograd.Function):
 
 
 def cotangents(layout: Layout, ndim: int, kept: tuple[str, ...] = ()) -> Layout | None:
-    """Return how gradients of the gradients of parts lie, for second derivatives: as the parts, where ranks hold the
-    same; to be added, where each holds a copy of its own, or as that is reduced, if it is one of the kinds kept."""
+    """Return the layout of second-order gradients: replicated where the parts are, pending sums where each rank holds a
+    pending copy. Reductions in `kept` stay pending under their own kind. None if no gradient is recorded."""
     if not torch.is_grad_enabled():
         return None
     entries = layout.placement_to_tensor_map(ndim).alias_placements or ()
@@ -275,14 +275,14 @@ class _ToLocal(torch.autograd.Function):
         if given is None:
             refuse_ambiguous(src, ctx.shape, ctx.verb)
             given = src
-        if not _pending(given)[1]:  # then nothing is added up, and the result would be in the memory of `grad`
+        if not _pending(given)[1]:  # without a reduction the result would share the memory of `grad`
             grad = grad.clone(memory_format=torch.contiguous_format)
         full = FromLocal.apply(grad, given, ctx.shape, given.reset_partial())
         return moved(full, gradient_layout(src, given.reset_partial())), None, None, None
 
 
 def refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
-    """Raise ValueError for a gradient of which several ranks have the same element: they may say different things."""
+    """Raise ValueError if several ranks hold gradients of the same element, since they may be equal or partial sums."""
     split = {src.alias_name[axis] for chain in src.splits(len(shape)) for axis in chain}
     pairs = zip(src.alias_name, src.mesh_shape, strict=True)
     loose = [name for name, size in pairs if size > 1 and name not in split]
@@ -300,7 +300,7 @@ def refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
 
 
 def _pending(layout: Layout) -> tuple[int, set[str]]:
-    """Return the number of copies that are pending, and the kinds of reduction."""
+    """Return the number of pending copies, and the kinds of reduction."""
     sizes = dict(zip(layout.alias_name, layout.mesh_shape, strict=True))
     live = {name: kind for name, kind in layout.partial.items() if sizes[name] > 1}
     return math.prod(sizes[name] for name in live), set(live.values())

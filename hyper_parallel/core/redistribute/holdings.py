@@ -1,7 +1,7 @@
 """Elements held by each rank between two steps of a plan, and their counts on all ranks at once.
 
-A holding is what a layout says, or a part of a tensor that no layout can express. Counts are numpy arrays that
-broadcast over the mesh.
+A holding is the distribution of a layout, or one that no layout can express, e.g. every second block of a dim. Counts
+are numpy arrays that broadcast over the mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Part = tuple[Intervals, ...]
 
 @dataclass(frozen=True)
 class Holding:
-    """What every rank of a mesh holds of a tensor.
+    """The elements of a tensor that every rank of a mesh holds.
 
     >>> half = Holding((2, 2), (8,), ((0,),))  # split over axis 0, replicated over axis 1
     >>> half.part((1, 0)), half.counts().tolist()
@@ -38,9 +38,9 @@ class Holding:
         sizes: ranks along each axis of the mesh.
         shape: the tensor's sizes, in elements; at least one dim.
         splits: per dim the axes that split it, outer first.
-        combs: per dim a `Comb`, or None; () for none at all.
-        share: a dim and the axes over which what is left of it is divided evenly, or None.
-        first: axes on which only coordinate 0 holds anything.
+        combs: per dim a `Comb`, or None; () if no dim has one.
+        share: a dim, and the axes that divide its remaining elements evenly; None: no division.
+        first: axes on which only coordinate 0 holds elements.
     """
 
     sizes: tuple[int, ...]
@@ -52,19 +52,19 @@ class Holding:
 
     @property
     def plain(self) -> bool:
-        """Whether `splits` alone says it."""
+        """True if `splits` alone defines the holding."""
         return not any(self.combs) and self.share is None and not self.first
 
     @property
     def even(self) -> bool:
-        """Whether every rank holds the same number of elements, and not none."""
+        """True if every rank holds the same number of elements, and at least one."""
         counts = self.counts()
         return bool(counts.flat[0] and (counts == counts.flat[0]).all())
 
     def restricted(self, chains: Splits, fixed: Sequence[int]) -> Holding:
-        """Return what is left after a comb per dim: `chains` with the axes in `fixed` at the rank's own coordinate.
+        """Keep, per dim, the blocks of `chains` whose coordinates on the axes in `fixed` are the rank's own.
 
-        A dim that has a comb already keeps its chain and fixes more of it.
+        A dim that already has a comb keeps its chain and fixes more axes of it.
         """
         combs: list[Comb | None] = []
         for dim, chain in enumerate(chains):
@@ -77,19 +77,19 @@ class Holding:
         return replace(self, combs=tuple(combs) if any(combs) else ())
 
     def axes_of(self, dim: int) -> frozenset[int]:
-        """Return the axes that what a rank holds of a dim depends on."""
+        """Return the axes on which a rank's indices of a dim depend."""
         comb = self.combs[dim] if self.combs else None
         shared = self.share[1] if self.share is not None and self.share[0] == dim else ()
         return frozenset((*self.splits[dim], *(comb[1] if comb is not None else ()), *shared))
 
     def part(self, coordinates: Sequence[int]) -> Part:
-        """Return what the rank at these mesh coordinates holds."""
+        """Return the part of the rank at these mesh coordinates."""
         if any(coordinates[axis] for axis in self.first):
             return ((),) * len(self.shape)
         return tuple(self.part_of_dim(dim, coordinates) for dim in range(len(self.shape)))
 
     def part_of_dim(self, dim: int, coordinates: Sequence[int]) -> Intervals:
-        """Return which indices of a dim the rank at these mesh coordinates holds, `first` left aside."""
+        """Return the indices of a dim held by the rank at these mesh coordinates, ignoring `first`."""
         start, size = 0, self.shape[dim]
         for axis in self.splits[dim]:
             offset, size = chunk(size, self.sizes[axis], coordinates[axis])
@@ -106,11 +106,11 @@ class Holding:
         return held
 
     def counts(self) -> Counts:
-        """Return how many elements each rank holds, in an array of the shape of the mesh."""
+        """Return the number of elements per rank, in an array of the shape of the mesh."""
         return counts(self)
 
     def overlaps(self, other: Holding) -> Counts:
-        """Return how many elements each rank holds in both, in an array of the shape of the mesh."""
+        """Return the number of elements per rank that it holds in both, in an array of the shape of the mesh."""
         return overlaps(self, other)
 
 
@@ -119,7 +119,7 @@ class Located:
     """A holding on a mesh of certain ranks.
 
     Attributes:
-        holding: who holds what, by position on the mesh.
+        holding: the elements of each position on the mesh.
         ranks: the rank at each position, last axis fastest.
     """
 
@@ -127,12 +127,12 @@ class Located:
     ranks: range | tuple[int, ...]
 
     def part_of(self, rank: int) -> Part | None:
-        """Return what a rank holds; None for a rank that is not on the mesh."""
+        """Return a rank's part; None for a rank outside the mesh."""
         coordinates = self.coordinates(rank)
         return None if coordinates is None else self.holding.part(coordinates)
 
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
-        """Return where a rank sits on the mesh, or None."""
+        """Return the mesh coordinates of a rank, or None."""
         if rank not in self.ranks:
             return None
         position, found = self.ranks.index(rank), []
@@ -155,12 +155,12 @@ def length(intervals: Intervals) -> int:
 
 
 def intersect(left: Intervals, right: Intervals) -> Intervals:
-    """Return what lies in both.
+    """Return the intersection.
 
     >>> intersect(((0, 4), (6, 9)), ((3, 7),))
     ((3, 4), (6, 7))
     """
-    if len(left) == 1 and len(right) == 1:  # nearly always
+    if len(left) == 1 and len(right) == 1:  # fast path for nearly all calls
         start, stop = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
         return ((start, stop),) if start < stop else ()
     found, i, j = [], 0, 0
@@ -176,7 +176,7 @@ def intersect(left: Intervals, right: Intervals) -> Intervals:
 
 
 def cut(intervals: Intervals, offset: int, count: int) -> Intervals:
-    """Return `count` elements from the `offset`-th on.
+    """Return `count` elements, starting with element `offset`.
 
     >>> cut(((0, 2), (5, 9)), 1, 3)
     ((1, 2), (5, 7))
@@ -239,12 +239,12 @@ def volume(part: Part) -> int:
 
 
 def divide(part: Part, shares: int, index: int) -> Part | None:
-    """Return share `index` when a part is divided evenly along one of its dims, or None when that is empty.
+    """Divide a part evenly along one of its dims and return share `index`; None if it is empty.
 
     >>> divide((((0, 2),), ((0, 6),)), 3, 1)
     (((0, 2),), ((2, 4),))
 
-    The dim is the first that divides without a remainder, else the longest.
+    The dim is the first that divides without remainder, else the longest.
     """
     if shares == 1:
         return part
@@ -256,7 +256,7 @@ def divide(part: Part, shares: int, index: int) -> Part | None:
 
 
 def boxes(part: Part) -> list[tuple[tuple[int, int], ...]]:
-    """Return the boxes that a part consists of, one (start, stop) per dim each.
+    """Return the boxes of a part, as one (start, stop) per dim.
 
     >>> boxes((((0, 1), (4, 5)), ((0, 3),)))
     [((0, 1), (0, 3)), ((4, 5), (0, 3))]
@@ -289,7 +289,7 @@ def coordinate(sizes: Sequence[int], axes: Sequence[int]) -> Counts:
 
 @lru_cache(maxsize=1024)
 def edges(size: int, sizes: tuple[int, ...], chain: tuple[int, ...]) -> tuple[Counts, Counts]:
-    """Return start and stop of what each rank gets of a dim that a chain of axes splits.
+    """Return start and stop of each rank's block of a dim that a chain of axes splits.
 
     >>> start, stop = edges(5, (2, 2), (1,))
     >>> start.tolist(), stop.tolist()
@@ -306,13 +306,13 @@ def edges(size: int, sizes: tuple[int, ...], chain: tuple[int, ...]) -> tuple[Co
 
 @lru_cache(maxsize=1024)
 def counts(held: Holding) -> Counts:
-    """Return how many elements each rank holds, in an array of the shape of the mesh."""
+    """Return the number of elements per rank, in an array of the shape of the mesh."""
     return _product(held, [extent(held, dim) for dim in range(len(held.shape))], held.first)
 
 
 @lru_cache(maxsize=1024)
 def overlaps(held: Holding, other: Holding) -> Counts:
-    """Return how many elements each rank holds in both, in an array of the shape of the mesh."""
+    """Return the number of elements per rank that it holds in both, in an array of the shape of the mesh."""
     first = tuple(dict.fromkeys((*held.first, *other.first)))
     return _product(held, [_common(held, other, dim) for dim in range(len(held.shape))], first)
 
@@ -324,17 +324,17 @@ def _product(held: Holding, extents: Sequence[Counts], first: Sequence[int]) -> 
     if first:
         total = np.where(coordinate(held.sizes, first) == 0, total, 0)
     full = np.broadcast_to(total, held.sizes)
-    full.flags.writeable = False  # it is shared
+    full.flags.writeable = False  # cached arrays are shared
     return full
 
 
 def extent(held: Holding, dim: int) -> Counts:
-    """Return how many indices of a dim each rank holds, `first` left aside; the array broadcasts over the mesh."""
+    """Return the number of indices of a dim per rank, ignoring `first`; the array broadcasts over the mesh."""
     return _common(held, None, dim)
 
 
 def _common(held: Holding, other: Holding | None, dim: int) -> Counts:
-    """Return how many indices of a dim each rank holds in both, or just in the one."""
+    """Count the indices of a dim that each rank holds in both, or in `held` if `other` is None."""
     sides = [_Side(held, dim)] + ([_Side(other, dim)] if other is not None else [])
     low, high = sides[0].start, sides[0].stop
     for side in sides[1:]:
@@ -346,13 +346,13 @@ def _common(held: Holding, other: Holding | None, dim: int) -> Counts:
 
 
 class _Side:
-    """Of a dim, the block that each rank's part lies in, and the comb that it has in there."""
+    """The block of a dim in which each rank's part lies, and the comb within that block."""
 
     def __init__(self, held: Holding, dim: int) -> None:
         size, sizes = held.shape[dim], held.sizes
         self.start, self.stop = edges(size, sizes, held.splits[dim])
         self.comb: Comb | None = held.combs[dim] if held.combs else None
-        if self.comb is not None and self.comb[1] == self.comb[0][: len(self.comb[1])]:  # a block, no teeth
+        if self.comb is not None and self.comb[1] == self.comb[0][: len(self.comb[1])]:  # a prefix: one block
             start, stop = edges(size, sizes, self.comb[1])
             self.start, self.stop = np.maximum(self.start, start), np.minimum(self.stop, stop)
             self.stop = np.maximum(self.start, self.stop)
@@ -361,7 +361,7 @@ class _Side:
             self._divide(held, size, held.share[1])
 
     def _divide(self, held: Holding, size: int, axes: tuple[int, ...]) -> None:
-        """Leave an even share of what there is, as the points where it starts and stops."""
+        """Reduce the block to an even share of its elements, by moving start and stop."""
         ruler = _ruler(size, held.sizes, () if self.comb is None else (self.comb,))
         base = ruler.below(self.start)
         parts, index = math.prod(held.sizes[axis] for axis in axes), coordinate(held.sizes, axes)
@@ -374,17 +374,17 @@ class _Side:
 
 
 class _Ruler:
-    """Counts the elements of all of some combs that lie below a point, on every rank at once; finds the point again.
+    """Counts, on every rank at once, the elements below a point that lie in all combs; `point` inverts `below`.
 
-    The chains cut a dim into teeth. Those that belong to ranks with the same coordinates on the fixed axes are a row,
-    and a rank's teeth are one row, or none.
+    The chains cut a dim into teeth. The teeth of ranks with equal coordinates on the fixed axes form a row. A rank's
+    teeth are one row, or none.
     """
 
     def __init__(self, size: int, sizes: tuple[int, ...], combs: Sequence[Comb]) -> None:
         own: Counts = np.zeros((1,) * len(sizes), dtype=np.int64)  # the row of every rank
         parts = [split_points(size, sizes, chain) for chain, _ in combs]
         start = np.sort(np.concatenate([first.ravel() for first, _ in parts]))
-        start = start[(np.diff(start, append=size) > 0) & (start < size)]  # the last of those that are equal
+        start = start[(np.diff(start, append=size) > 0) & (start < size)]  # the last of equal starts
         row = np.zeros_like(start)
         for (chain, fixed), (_, last) in zip(combs, parts, strict=True):
             rows = math.prod(sizes[axis] for axis in fixed)
@@ -415,21 +415,21 @@ class _Ruler:
         return np.where(none, 0, self._before[index] + inside)
 
     def point(self, rank: Counts) -> Counts:
-        """Return where the element lies that has so many below it; beyond the last one, a point behind it."""
+        """Return the position of the element with `rank` elements below it; beyond the last, a position behind it."""
         if not len(self._start):
             return np.zeros_like(rank)
         index, _ = self._find(self._before_keys, rank)
         return self._start[index] + (rank - self._before[index])
 
     def _find(self, keys: Counts, value: Counts) -> tuple[Counts, npt.NDArray[np.bool_]]:
-        """Return the last tooth of the own row whose key is not above a value, and where there is none."""
+        """Return the last tooth of the rank's row with a key <= `value`, and True where there is none."""
         index = np.searchsorted(keys, self._row * self._step + value, side="right") - 1
         first = self._first[self._row]
         return np.maximum(index, first), self._none | (index < first)
 
 
 class _Unrestricted:
-    """The ruler of a dim that no comb restricts."""
+    """Ruler of a dim without combs: every element counts."""
 
     def below(self, point: Counts) -> Counts:
         return point

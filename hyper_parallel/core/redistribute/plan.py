@@ -1,7 +1,7 @@
-"""A redistribution as data: which steps lead from one layout to another, and what they cost.
+"""Redistribution plans: the steps from one layout to another, and their costs.
 
-`plan` looks at a dozen ways (`candidates`), prices them on a machine, and keeps the cheapest. It uses global facts
-only, so every rank derives the same plan; and it is a pure function, so plans are cached.
+`plan` prices about a dozen candidates (`candidates`) on a machine and keeps the cheapest. It uses global facts only, so
+that every rank derives the same plan. Plans are cached, since `plan` is a pure function.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Plan:
     """The steps from one layout of a tensor to another.
 
     Attributes:
-        src: the layout it starts from, without a DeviceMesh, to be shown to people.
-        dst: the layout it leads to, likewise.
+        src: the source layout, without a DeviceMesh, for display.
+        dst: the target layout, without a DeviceMesh, for display.
         global_shape: the tensor's sizes, in elements.
-        dtype: the tensor's.
-        machine: what it was priced on; None: bytes count alone.
-        ranks: the ranks that take part, in the order in which bytes are listed: of the mesh, or of both, sorted.
-        steps: what is done, in order; none when every rank has what it needs.
-        before: what each rank holds of the source.
-        after: what each rank holds of the result.
+        dtype: the tensor's dtype.
+        machine: the machine that priced the plan; None: priced by bytes alone.
+        ranks: the participating ranks, in the order of the byte lists: of the mesh, or of both, sorted.
+        steps: in order; empty if every rank holds what it needs.
+        before: the source part of each rank.
+        after: the result part of each rank.
     """
 
     src: Layout
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def num_collectives(self) -> int:
-        """How many collectives a rank issues at most; an exchange in rounds counts once per round."""
+        """Largest number of collectives that a rank issues; an exchange in rounds counts once per round."""
         issued = np.zeros(len(self.ranks), dtype=np.int64)
         for step in self.steps:
             if step.communicates:
@@ -73,19 +73,19 @@ class Plan:
 
     @property
     def peak_extra_bytes(self) -> int:
-        """The most that a rank holds at any time besides its part of the source and of the result."""
+        """Peak bytes per rank beyond its source and result parts."""
         return max((step.peak_extra_bytes for step in self.steps), default=0)
 
     @property
     def seconds(self) -> float:
-        """The modelled time on the plan's machine."""
+        """Modelled seconds on the plan's machine."""
         return sum(step.seconds for step in self.steps)
 
     def __str__(self) -> str:
         title = f"{self.src} -> {self.dst}, {tuple(self.global_shape)} {str(self.dtype).removeprefix('torch.')}"
         if not self.steps:
             return f"{title}\nnothing to do"
-        from hyper_parallel.core.common.tables import as_text, plain_table  # rich, which a training script may not need
+        from hyper_parallel.core.common.tables import as_text, plain_table  # imports rich, which training does not need
 
         table = plain_table("step", "over", "ranks", "receives", "sends", "extra", "us", left=2)
         for step in self.steps:
@@ -105,7 +105,7 @@ def plan(
     *,
     max_extra_bytes: int | None = None,
 ) -> Plan:
-    """Return the cheapest steps from one layout to another; nothing is communicated.
+    """Return the cheapest steps from one layout to another, without communication.
 
     >>> mesh = Layout((2, 4), ("dp", "tp"))
     >>> gather = plan(mesh("dp", "tp"), mesh(), (8, 8), torch.float32)
@@ -114,25 +114,25 @@ def plan(
     >>> plan(mesh(), mesh("dp", "tp"), (8, 8), torch.float32).num_collectives  # a slice of what is there
     0
 
-    Without a machine, a plan moves the fewest bytes there are; see `lower_bound`. With one, it takes the least
-    modelled time: small tensors in fewer steps, slow links used as few times as pays off.
+    Without a machine, the plan moves the fewest bytes possible; see `lower_bound`. With a machine, it takes the least
+    modelled time, e.g. small tensors in fewer steps, and fewer bytes over slow links.
 
     Args:
-        src: where the tensor is.
-        dst: where it should be; its mesh may be another one.
+        src: the current layout.
+        dst: the target layout; its mesh may be another one.
         global_shape: the full tensor's sizes, in elements.
-        dtype: its dtype.
+        dtype: the tensor's dtype.
         machine: a description, or its name or file, see `find_machine`; None: the fewest bytes.
-        max_extra_bytes: the most memory that a rank may use besides its part of the source and of the result; larger
-            exchanges are cut into rounds. None: no limit.
+        max_extra_bytes: limit of bytes per rank beyond its source and result parts. Larger exchanges are cut into
+            rounds. None: no limit.
 
     Raises:
         TypeError: a shape, dtype, machine or limit of the wrong type.
         ValueError: a layout without an assignment, or that does not fit the shape; several kinds of reduction pending;
             a limit that no plan meets; an unknown machine.
     """
-    on = None if machine is None else find_machine(machine)  # not kept by name: a file may change
-    if not _is_hashable((src, dst, global_shape, dtype, max_extra_bytes)):  # a list as shape, or a mistake
+    on = None if machine is None else find_machine(machine)  # cached by contents, because the file may change
+    if not _is_hashable((src, dst, global_shape, dtype, max_extra_bytes)):  # a list as shape, or a wrong type
         _check(src, dst, global_shape, dtype, max_extra_bytes)
         global_shape = check_shape(global_shape)
     return _cached(src, dst, global_shape, dtype, on, max_extra_bytes)
@@ -142,7 +142,7 @@ _MACHINE = "_hyper_parallel_machine"
 
 
 def plan_for(mesh: DeviceMesh, machine: Machine) -> None:
-    """Plan redistributions on a mesh and its slices for a machine in place of the platform's, alike on all ranks."""
+    """Set the machine that prices redistributions on a mesh and its slices, the same on all ranks."""
     setattr(mesh, _MACHINE, machine)
 
 
@@ -155,7 +155,7 @@ def plan_here(
     machine: str | Machine | None = None,
     limit: int | None = None,
 ) -> Plan:
-    """Plan a redistribution that this rank carries out, by default for the machine of the mesh, see `plan_for`."""
+    """Plan a redistribution on this rank; the default machine is the mesh's, see `plan_for`, or the platform's."""
     if machine is not None:
         return plan(src, dst, shape, dtype, machine, max_extra_bytes=limit)
     platform, root = get_platform(mesh.device_type), getattr(mesh, "_root_mesh", None) or mesh
@@ -179,14 +179,14 @@ def _cached(
     transition = _check(src, dst, shape, dtype, max_extra_bytes)
     shape = tuple(shape)
     ranks, ways = candidates(transition, on)
-    # Equal layouts share an entry, so the plan shows them in one way, however the first caller wrote them.
+    # Equal layouts share a cache entry, so the plan shows one spelling, not the first caller's.
     src, dst = (layout.with_mesh(None).placement_to_tensor_map(len(shape)) for layout in (src, dst))
     if max_extra_bytes is None:
         best = min(ways, key=lambda steps: price(steps, on))
     else:
         best = cheapest_within(max_extra_bytes, ways, on, f"from: {src}   to: {dst}   global_shape: {shape}")
     steps = tuple(with_kept(best))
-    for step in steps:  # whoever asks again gets the same plan
+    for step in steps:  # the cached plan is shared by all callers
         step.recv_bytes.setflags(write=False)
     return Plan(src, dst, shape, dtype, on, ranks, steps, transition.before.held, transition.after.held)
 
@@ -207,14 +207,14 @@ def _total(counts: Sequence[Counts], ranks: int) -> Counts:
     return total
 
 
-# -- bounded memory: exchanges cut into rounds until their buffers fit -------------------------------------------------
+# -- limited memory: exchanges cut into rounds until their buffers fit -------------------------------------------------
 
 
 class TooTight(HyperParallelError, ValueError):
-    """A limit of memory that no plan meets.
+    """Error for a memory limit that no plan meets.
 
     Attributes:
-        least: the smallest one that some plan meets, in bytes.
+        least: the smallest limit that some plan meets, in bytes.
     """
 
     def __init__(self, *parts: str, least: int = 0) -> None:
@@ -223,21 +223,21 @@ class TooTight(HyperParallelError, ValueError):
 
 
 def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Machine | None, seen: str) -> list[Step]:
-    """Return the cheapest way that stays within a limit, its exchanges cut into as many rounds as that takes.
+    """Return the cheapest candidate within a memory limit, its exchanges cut into as many rounds as necessary.
 
     Args:
-        limit: the most bytes that a rank may hold besides its part of source and result.
-        ways: the ways to choose from.
-        on: the machine; None: bytes count alone.
-        seen: the line of the error message that shows what was asked.
+        limit: limit of bytes per rank beyond its source and result parts.
+        ways: the candidates.
+        on: the machine; None: price by bytes alone.
+        seen: the line of the error message that shows the request.
 
     Raises:
-        ValueError: none does, with the least limit that one meets.
+        ValueError: no candidate does; the message has the smallest limit that one meets.
     """
     best: list[Step] | None = None
     least = []
     for steps in sorted(ways, key=lambda way: price(way, on)):
-        if best is not None and price(best, on) <= price(steps, on):  # rounds make no way cheaper
+        if best is not None and price(best, on) <= price(steps, on):  # cutting into rounds never lowers a price
             break
         fitted = [_fit(step, limit, on) for step in with_kept(steps)]
         most = max((step.peak_extra_bytes for step in fitted), default=0)
@@ -252,11 +252,11 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Machine | No
 
 
 def _fit(step: Step, limit: int, on: Machine | None) -> Step:
-    """Return the step in as few rounds as keep it within a limit, or that which takes the least if none do."""
+    """Cut the step into the fewest rounds that keep it within a limit; if none do, into those with the least memory."""
     if step.peak_extra_bytes <= limit or not step.communicates or step.kind == "all_reduce":
         return step
     held = step.after.holding
-    most = max(int(extent(held, dim).max(initial=1)) for dim in range(len(held.shape)))  # then each piece is one row
+    most = max(int(extent(held, dim).max(initial=1)) for dim in range(len(held.shape)))  # every piece is then one row
     finest = _cut(step, most, on)
     if finest.peak_extra_bytes > limit:
         return min(step, finest, key=lambda cut: cut.peak_extra_bytes)
@@ -270,9 +270,9 @@ def _fit(step: Step, limit: int, on: Machine | None) -> Step:
 
 
 def _cut(step: Step, rounds: int, on: Machine | None) -> Step:
-    """Return the step in rounds, each of which takes its latency; together they move the same bytes.
+    """Cut the step into rounds. Each round adds a latency; together they move the same bytes.
 
-    Rounds are exchanges, which pack what they send, and go between nodes from rank to rank: no ring does that for them.
+    Rounds run as exchanges, which pack their pieces and cross nodes from rank to rank, without the help of a ring.
     """
     load = step.load
     assert load is not None, "only what communicates is cut"
@@ -282,7 +282,7 @@ def _cut(step: Step, rounds: int, on: Machine | None) -> Step:
 
 
 def _numbers(most: int) -> Iterator[int]:
-    """Yield numbers of rounds to try.
+    """Yield the numbers of rounds to try.
 
     >>> list(_numbers(30))
     [2, 3, 4, 6, 8, 12, 16, 24]

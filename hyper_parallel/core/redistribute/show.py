@@ -1,4 +1,4 @@
-"""A redistribution as text for people: layouts in words, the steps of our plan and of torch's, and drawings of both."""
+"""Redistributions as text: layouts in words, the steps of our plan and of torch's, and drawings of both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RIGHT = ("ranks", "received per rank", "sent per rank", "extra memory", "time")
 
 
 def draw_plan(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False) -> str:
-    """Return a plan as text, with torch's plan for the same transition below it.
+    """Draw a plan as text, with torch's plan for the same transition below it.
 
     >>> from hyper_parallel.core.redistribute.plan import plan
     >>> mesh = Layout((2, 2), ("dp", "tp"))
@@ -47,9 +47,9 @@ def draw_plan(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False
     Times are shown if the plan was made for a machine.
 
     Args:
-        plan: what `plan` returned.
-        device_type: what torch would run on; on "cpu" it gathers where it otherwise exchanges.
-        steps_only: leave out everything but our steps.
+        plan: the plan to draw.
+        device_type: device type of torch's plan; on "cpu" torch gathers in place of an all_to_all.
+        steps_only: show only our steps.
     """
     if steps_only:
         return str(View(_steps(plan, timed=plan.machine is not None)))
@@ -57,11 +57,11 @@ def draw_plan(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False
 
 
 def plan_view(plan: Plan, device_type: str = "cuda") -> View:
-    """Return what `draw_plan` writes, as lines and tables.
+    """Return the text of `draw_plan` as lines and tables.
 
     Args:
-        plan: what `plan` returned.
-        device_type: what torch would run on.
+        plan: the plan to show.
+        device_type: device type of torch's plan.
     """
     timed = plan.machine is not None
     on = f", {_node(plan)}" if timed else ""
@@ -109,7 +109,7 @@ def _amounts(moves: Plan | TorchPlan | Step | TorchStep, *, timed: bool) -> Iter
 
 
 def _spread(counts: npt.NDArray[Any]) -> str:
-    """Return the most that a rank moves and, if another moves less, the least."""
+    """Format the most bytes that a rank moves and, if another rank moves fewer, the least."""
     most, least = counts.max(), counts.min()
     return readable_bytes(most) if most == least else f"{readable_bytes(most)} (min {readable_bytes(least)})"
 
@@ -132,7 +132,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
 
 
 def _words(layout: Layout, ndim: int) -> Iterator[str]:
-    """Say what a layout does to each dim, and how many ranks hold the same."""
+    """Describe the splits and reductions of a layout, and the number of ranks with equal parts."""
     names = layout.alias_name
     for dim, axes in enumerate(layout.splits(ndim)):
         if axes:
@@ -147,7 +147,7 @@ def _words(layout: Layout, ndim: int) -> Iterator[str]:
 
 
 def shape_words(shape: Sequence[int]) -> str:
-    """Write sizes for people.
+    """Format sizes for display.
 
     >>> shape_words((4, 2)), shape_words(())
     ('4 x 2', 'no dims')
@@ -164,7 +164,7 @@ def _node(plan: Plan) -> str:
 
 
 def _comparison(plan: Plan, theirs: TorchPlan, least: npt.NDArray[Any]) -> str:
-    """Return the last line: bytes received by ours, by torch, at least, and how many times ours torch receives."""
+    """Return the last line: bytes received by our plan, by torch's and at least, and the ratio of torch's to ours."""
     counts = [plan.recv_bytes, least] if theirs.refused is not None else [plan.recv_bytes, theirs.recv_bytes, least]
     alike = all(count.min() == count.max() for count in counts)
     ours, theirs_mean, bound = float(plan.recv_bytes.mean()), float(theirs.recv_bytes.mean()), float(least.mean())
@@ -177,12 +177,12 @@ def _comparison(plan: Plan, theirs: TorchPlan, least: npt.NDArray[Any]) -> str:
     return f"{head}: ours {readable_bytes(ours)}, {said}, least possible {readable_bytes(bound)}; torch / ours: {ratio}"
 
 
-# -- drawings ----------------------------------------------------------------------------------------------------------
-# Of tensors of one dim or two. A row or column of a drawing is as long as no rank's part starts or ends within it.
+# -- drawings of tensors with one or two dims --------------------------------------------------------------------------
+# Rows and columns end where some rank's part starts or ends.
 
 
 def draw_mesh(layout: Layout) -> str:
-    """Return the ranks of a mesh of one axis or two.
+    """Draw the ranks of a mesh with one or two axes.
 
     >>> print(draw_mesh(Layout((2, 4), ("dp", "tp"))))
             tp=0   tp=1   tp=2   tp=3
@@ -201,7 +201,7 @@ def draw_mesh(layout: Layout) -> str:
 
 
 def draw_parts(at: Located) -> str:
-    """Return a tensor, and in each block of it the ranks that hold it.
+    """Draw a tensor, with the ranks that hold each block of it.
 
     >>> from hyper_parallel.core.redistribute.plan import plan
     >>> mesh = Layout((2, 2), ("dp", "tp"))
@@ -214,14 +214,14 @@ def draw_parts(at: Located) -> str:
          +-----+
 
     Args:
-        at: what each rank holds, such as `plan.before`, `plan.after`, or `step.after` between two steps.
+        at: the parts of all ranks, e.g. `plan.before`, `plan.after`, or `step.after` between two steps.
     """
     parts = {rank: at.part_of(rank) for rank in at.ranks}
     return _blocks(at.holding.shape, [(str(rank), part) for rank, part in parts.items() if part is not None], " ")
 
 
 def draw_transfers(step: Step) -> str:
-    """Return how many elements each rank sends to each other one, a row per sender and a column per receiver.
+    """Draw the elements sent between each pair of ranks, a row per sender and a column per receiver.
 
     >>> from hyper_parallel.core.redistribute.plan import plan
     >>> mesh = Layout((2,), ("tp",))
@@ -243,7 +243,7 @@ def draw_transfers(step: Step) -> str:
 
 
 def draw_receipt(step: Step, rank: int) -> str:
-    """Return what a rank needs in a step, and in each block of it the ranks that this comes from.
+    """Draw the part that a rank needs in a step, with the sending ranks of each block.
 
     >>> from hyper_parallel.core.redistribute.plan import plan
     >>> mesh = Layout((2,), ("tp",))
@@ -257,7 +257,7 @@ def draw_receipt(step: Step, rank: int) -> str:
 
     Args:
         step: a step that communicates, in one round.
-        rank: the receiver; what it has itself comes from itself.
+        rank: the receiver; it is also the sender of elements that it already holds.
     """
     work = program(step, rank)
     need = step.after.part_of(rank)
@@ -268,10 +268,10 @@ def draw_receipt(step: Step, rank: int) -> str:
 
 
 def draw_svg(panels: Sequence[tuple[str, Located]]) -> str:
-    """Return drawings of one tensor side by side as an SVG: in each block the ranks that hold it, in the colour of one.
+    """Draw one tensor several times side by side as SVG: each block shows its ranks, in the colour of the first.
 
     Args:
-        panels: a title, and what each rank holds, from left to right.
+        panels: title and parts of each drawing, from left to right.
     """
     size, margin = 240, 24
     ranks = sorted({rank for _, at in panels for rank in at.ranks})
@@ -298,7 +298,7 @@ def draw_svg(panels: Sequence[tuple[str, Located]]) -> str:
 
 
 def _blocks(shape: tuple[int, ...], parts: Sequence[tuple[str, Part]], between: str, within: Part | None = None) -> str:
-    """Return a grid of a tensor, or of a part of it, with the names of the parts that each block lies in."""
+    """Draw the grid of a tensor, or of a part of it, with the names of the parts that contain each block."""
     edges, cells = _cells(shape, parts, within)
     labels = [[f"{start}:{stop}" for start, stop in intervals] for intervals in edges]
     rows = [[between.join(names) for names in row] for row in cells]
@@ -308,7 +308,7 @@ def _blocks(shape: tuple[int, ...], parts: Sequence[tuple[str, Part]], between: 
 def _cells(
     shape: tuple[int, ...], parts: Sequence[tuple[str, Part]], within: Part | None = None
 ) -> tuple[list[list[tuple[int, int]]], list[list[list[str]]]]:
-    """Return the intervals of rows and of columns, and for each block the names of the parts that it lies in.
+    """Return the intervals of rows and columns, and for each block the names of the parts that contain it.
 
     A tensor of one dim is one row.
     """
@@ -325,7 +325,7 @@ def _cells(
 
 
 def _edges(whole: Intervals, cuts: Sequence[Intervals]) -> list[tuple[int, int]]:
-    """Return the intervals that a dim is cut into where any part starts or stops."""
+    """Return the intervals between all starts and stops of the parts in a dim."""
     points = {point for intervals in (whole, *cuts) for interval in intervals for point in interval}
     return [pair for pair in pairwise(sorted(points)) if _has(whole, pair)]
 
@@ -335,7 +335,7 @@ def _has(intervals: Intervals, wanted: tuple[int, int]) -> bool:
 
 
 def _grid(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Return cells of one width between lines, with the names of the rows and columns."""
+    """Draw cells of one width between lines, with the names of rows and columns."""
     margin = max(map(len, rows)) + (2 if any(rows) else 0)
     width = max(len(text) for text in (*columns, *(cell for row in cells for cell in row))) + 2
     line = " " * margin + "+".join(["", *["-" * width] * len(columns), ""])

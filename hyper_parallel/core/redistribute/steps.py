@@ -1,8 +1,8 @@
-"""Steps of a plan: data that can be printed, priced and compared, and what each rank sends, receives and copies in one.
+"""Steps of a plan as data, and each rank's sends, receives and copies in a step.
 
-Each rank works out from global facts who sends what. A rank receives what it needs from the ranks that have it. If
-several have it, each sends an even share. Shares may differ by an element, so the order of senders differs from one
-receiver to the next: no rank sends the larger share to all.
+Each rank derives all transfers from global facts. A rank receives each needed element from a rank that holds it. If
+several hold it, each of them sends an even share. Shares may differ by an element, so the order of senders differs
+between receivers; otherwise one rank would send the larger share to all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hyper_parallel.core.redistribute.holdings import (
 Kind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "copy"]
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
 
-_MANY_PAIRS = 2**17  # of a rank with a member of its group
+_MANY_PAIRS = 2**17  # pairs of a rank and a member of its group
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,23 +43,23 @@ class Step:
     """One step of a plan.
 
     Attributes:
-        kind: "slice" and "copy" move nothing between ranks; a "permute" is an all_to_all in which no rank sends to, or
-            receives from, more than one other.
-        axes: names of the axes it runs over, in mesh order; () for a local step; between two meshes, of both.
+        kind: "slice" and "copy" communicate nothing; a "permute" is an all_to_all in which each rank sends to, and
+            receives from, at most one other.
+        axes: names of the axes of its groups, in mesh order; () for a local step; between two meshes, of both.
         group_size: ranks that take part in it together.
-        recv_bytes: what each rank receives, in the order of the plan's ranks.
-        seconds: its time on the plan's machine.
-        load: what that is modelled from; None for a local step.
-        before: what the ranks hold before it.
-        after: what they hold after it.
+        recv_bytes: bytes that each rank receives, in the order of the plan's ranks.
+        seconds: modelled time on the plan's machine.
+        load: the input of that model; None for a local step.
+        before: the parts of all ranks before the step.
+        after: the parts of all ranks after the step.
         group_axes: the axes of its groups as indices; None: all of the plan's ranks are one group.
-        reduces: the axes over which it reduces copies, as indices.
-        reduction: "sum", "avg", "max", "min" or "prod", for those.
-        rounds: into how many exchanges it is cut to bound memory.
-        fill: for a "copy": how the result is made, see `Fill`.
-        known_send_bytes: what each rank sends, where that is known without going through all that moves.
-        estimated_send_bytes: about what it sends, else.
-        kept_bytes: what a rank holds meanwhile of earlier steps, or for later ones, and is neither source nor result.
+        reduces: the axes over which copies are reduced, as indices.
+        reduction: "sum", "avg", "max", "min" or "prod" over `reduces`; None without them.
+        rounds: number of exchanges that the step is cut into, to limit memory.
+        fill: for a "copy": the construction of its result, see `Fill`.
+        known_send_bytes: exact bytes that each rank sends; None: only enumerating all pieces would give them.
+        estimated_send_bytes: estimate of the same, for exchanges of many ranks; None: no estimate.
+        kept_bytes: bytes of earlier or later steps that a rank holds meanwhile, source and result excluded.
     """
 
     kind: Kind
@@ -83,15 +83,15 @@ class Step:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange anything."""
+        """True if ranks exchange data."""
         return self.kind in COLLECTIVES
 
     @cached_property
     def send_bytes(self) -> Counts:
-        """What each rank sends, in the order of the plan's ranks.
+        """Bytes that each rank sends, in the order of the plan's ranks.
 
-        It is exact, but for exchanges of so many ranks that going through all that moves would take seconds: then what
-        several ranks could send counts as shared evenly among them.
+        They are exact, except for exchanges of so many ranks that enumerating all pieces would take seconds. Then they
+        count as if the holders of an element shared its sending evenly.
         """
         if self.known_send_bytes is not None:
             return self.known_send_bytes
@@ -104,23 +104,23 @@ class Step:
 
     @property
     def sent_most(self) -> int:
-        """About the most bytes that a rank sends, without going through all that moves."""
+        """Estimate of the most bytes that a rank sends, without enumerating all pieces."""
         counts = self.estimated_send_bytes if self.known_send_bytes is None else self.known_send_bytes
         return 0 if counts is None else int(counts.max())
 
     @cached_property
     def peak_extra_bytes(self) -> int:
-        """The most that a rank holds meanwhile besides the plan's source and result."""
+        """Peak bytes per rank during the step beyond the plan's source and result."""
         return self.kept_bytes + buffers(self)
 
     def takes_part(self) -> npt.NDArray[np.bool_]:
-        """Return which of the plan's ranks take part: all, but for a step on one of two meshes."""
+        """Return a mask of the plan's ranks that take part: all of them, except in a step on one of two meshes."""
         if self.group_axes is None or self.ranks == self.before.ranks:
             return np.ones(len(self.ranks), dtype=bool)
         return np.isin(np.asarray(self.ranks), np.asarray(self.before.ranks))
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks, sorted, that a rank takes part with."""
+        """Return the sorted ranks of a rank's group."""
         if self.group_axes is None:
             return tuple(sorted(self.ranks))
         coordinates = self.before.coordinates(rank)
@@ -133,12 +133,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Fill:
-    """How a "copy" makes pending copies of what a rank holds, or turns one kind of pending reduction into another.
+    """Arithmetic of a "copy", which makes pending copies of parts or rescales them, e.g. from "sum" to "avg".
 
     Attributes:
-        value: what fills the elements that the rank does not contribute: the reduction's neutral element.
-        times: what the own elements are multiplied by.
-        over: what they are divided by.
+        value: the reduction whose neutral element fills the elements that other ranks contribute.
+        times: factor of the rank's own elements.
+        over: divisor of the rank's own elements.
     """
 
     value: str = "sum"
@@ -147,20 +147,20 @@ class Fill:
 
 
 def price(steps: Sequence[Step], on: Machine | None) -> tuple[float, ...]:
-    """Return what ways are compared by, smaller is better: without a machine bytes come first, else time does."""
+    """Return the sort key of a candidate, smaller is better: bytes first without a machine, time first with one."""
     received = sum(int(step.recv_bytes.sum()) for step in steps)
     count = sum(step.rounds for step in steps if step.communicates)
-    time = float(f"{sum(step.seconds for step in steps):.9g}")  # sums that differ by rounding are equal
+    time = float(f"{sum(step.seconds for step in steps):.9g}")  # rounded, so that equal candidates tie
     return (received, count, time) if on is None else (time, received, count)
 
 
 def with_kept(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of a way with `kept_bytes` filled in: what lies between two steps is held during both."""
+    """Fill in `kept_bytes` of a candidate's steps: a tensor between two steps is held during both."""
     held = [int(step.after.holding.counts().max(initial=0)) * step.itemsize for step in steps[:-1]]
     return [replace(step, kept_bytes=a + b) for step, a, b in zip(steps, [0, *held], [*held, 0])]  # noqa: B905
 
 
-# -- who sends what to whom --------------------------------------------------------------------------------------------
+# -- transfers between ranks -------------------------------------------------------------------------------------------
 
 
 Key = tuple[int, Part]
@@ -169,13 +169,13 @@ Key = tuple[int, Part]
 
 @dataclass(frozen=True)
 class ExchangedPart:
-    """A part that moves, or stays.
+    """A part that is sent, received, or kept.
 
     Attributes:
-        peer: place in the group of the rank at the other end.
-        copy: which of the copies to reduce it belongs to, 0 when there are none.
+        peer: index in the group of the rank at the other end.
+        copy: index of its pending copy; 0 without a reduction.
         part: the elements.
-        volume: their number.
+        volume: the number of elements.
     """
 
     peer: int
@@ -186,17 +186,17 @@ class ExchangedPart:
 
 @dataclass(frozen=True)
 class RankExchange:
-    """What one rank does in one exchange.
+    """The sends, receives and local copies of one rank in one exchange.
 
     Attributes:
         group: the ranks, sorted.
-        me: the own place in the group.
-        copies: how many copies are reduced; 1: none.
-        have: what the rank holds before; None: it is not on that mesh.
-        need: what it holds after, likewise.
-        sends: in the order of the peers; the order within a peer is that in which it receives.
-        receives: likewise.
-        own: what it takes from itself.
+        me: this rank's index in the group.
+        copies: number of copies that are reduced; 1: no reduction.
+        have: the rank's part before; None: the rank is not on that mesh.
+        need: the rank's part after; None: the rank is not on that mesh.
+        sends: pieces by peer, in the order in which each peer receives them.
+        receives: pieces by peer.
+        own: pieces that the rank takes from its own part.
     """
 
     group: tuple[int, ...]
@@ -211,7 +211,7 @@ class RankExchange:
 
 @lru_cache(maxsize=4096)
 def program(step: Step, rank: int, round_: int = 0) -> RankExchange:
-    """Return what a rank does in a step that exchanges parts, or in one of its rounds."""
+    """Return a rank's transfers in a step that exchanges parts, or in one of its rounds."""
     group = step.group_of(rank)
     view = _view(step, group, round_ if step.reduces else 0)
     me = group.index(rank)
@@ -225,7 +225,7 @@ def program(step: Step, rank: int, round_: int = 0) -> RankExchange:
 
 
 def count_sent(step: Step) -> Counts:
-    """Return the bytes that each of the plan's ranks sends in a step, by going through all pieces."""
+    """Count the bytes that each of the plan's ranks sends in a step, by enumerating all pieces."""
     sent = dict.fromkeys(step.ranks, 0)
     done: set[int] = set()
     for rank in step.ranks:
@@ -252,9 +252,9 @@ def _in_round(pieces: list[ExchangedPart], rounds: int, index: int) -> list[Exch
 
 
 class _View:
-    """One group of a step: what each member has and needs, and who else has the same.
+    """One group of a step: the parts that each member has and needs, and the members with equal parts.
 
-    Rounds divide the pieces of an exchange, but of a reduction what is needed: all copies of an element come together.
+    Rounds cut the pieces of an exchange. In a reduction they cut the needed parts, so that copies stay together.
     """
 
     def __init__(self, step: Step, group: tuple[int, ...], round_: int) -> None:
@@ -278,7 +278,7 @@ class _View:
         self.matches = {key: self._match(key) for key in self.owners} if self.paired else {}
 
     def between(self, sender: int, receiver: int) -> Iterator[ExchangedPart]:
-        """Yield what one member sends to another, as either of them sees it."""
+        """Yield the piece that one member sends to another; both ends compute the same."""
         key, need = self.keys[sender], self.need[receiver]
         if sender == receiver or key is None or need is None or self.keys[receiver] == key:
             return
@@ -294,17 +294,17 @@ class _View:
             part = divide(part, len(owners), share)
             if part is None:
                 return
-        # Between two ranks there is one piece at most, so that the other end needs no name for it.
+        # At most one piece moves between two ranks, so that the receiver needs no name for it.
         yield ExchangedPart(receiver, key[0], part, volume(part))
 
     def received(self, receiver: int) -> Iterator[ExchangedPart]:
-        """Yield what a member receives."""
+        """Yield the pieces that a member receives."""
         for sender in range(len(self.keys)):
             for piece in self.between(sender, receiver):
                 yield ExchangedPart(sender, piece.copy, piece.part, piece.volume)
 
     def kept(self, member: int) -> Iterator[ExchangedPart]:
-        """Yield what a member has itself of what it needs."""
+        """Yield the needed pieces that a member already holds."""
         key, need = self.keys[member], self.need[member]
         if key is not None and need is not None:
             part = meet(need, key[1])
@@ -312,7 +312,7 @@ class _View:
                 yield ExchangedPart(member, key[0], part, volume(part))
 
     def _match(self, key: Key) -> dict[int, int]:
-        """Match each member that lacks a part with one that has it."""
+        """Match each member that lacks a part with one member that holds it."""
         lacking = [
             member
             for member, need in enumerate(self.need)
@@ -322,7 +322,7 @@ class _View:
 
 
 def _copy(step: Step, rank: int) -> int:
-    """Return which of the copies a rank holds: its joint coordinate on the axes that are reduced."""
+    """Return the index of the copy that a rank holds: its joint coordinate on the reduced axes."""
     coordinates = step.before.coordinates(rank)
     assert coordinates is not None, "a rank with a part is on the mesh"
     joint = 0
@@ -336,7 +336,7 @@ def _view(step: Step, group: tuple[int, ...], round_: int) -> _View:
     return _View(step, group, round_)
 
 
-# -- copies in the memory of one rank: which elements go where in which buffer -----------------------------------------
+# -- copies in the memory of one rank ----------------------------------------------------------------------------------
 
 
 Index = tuple[slice, ...]
@@ -344,15 +344,15 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class BufferBox:
-    """A box of a tensor, and where it lies in a flat buffer, in which every piece is a tensor of its own.
+    """A box of a tensor, and its place in a flat buffer. Each piece is a contiguous tensor within the buffer.
 
     Attributes:
         index: the box in the tensor.
-        start: where the piece starts in the buffer.
-        stop: where it ends.
-        shape: of the piece.
-        within: the box in the piece; None: it is all of it.
-        copy: which of the copies to reduce the piece belongs to.
+        start: offset of the piece in the buffer, in elements.
+        stop: end of the piece in the buffer, in elements.
+        shape: shape of the piece.
+        within: the box in the piece; None: the whole piece.
+        copy: index of the pending copy that the piece belongs to; 0 without a reduction.
     """
 
     index: Index
@@ -363,28 +363,28 @@ class BufferBox:
     copy: int
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the box in a buffer."""
+        """Return the box as a view of a buffer."""
         piece = buffer[self.start : self.stop].view(self.shape)
         return piece if self.within is None else piece[self.within]
 
 
 @dataclass(frozen=True)
 class Moves:
-    """One exchange, or one round of it, on one rank.
+    """Buffers and copies of one rank in one exchange, or in one round of it.
 
     Attributes:
         group: the ranks, sorted.
-        sends: elements for each member of the group, in the buffer that is sent.
+        sends: elements for each member of the group, in the send buffer.
         receives: elements from each member.
-        pack: what is copied to the buffer that is sent; None: it is the held tensor, if that is contiguous.
-        pack_anyway: likewise, when it is not contiguous.
-        unpack: what is copied from the buffer that arrives; None: it is the result.
-        join: the dim along which what arrives, with the own piece at its place, makes up the result; None: copy by box.
-        own: boxes copied from the held tensor to the result: where to, where from, of which copy.
-        copies: how many copies are reduced; 1: none.
-        need: shape of what one round yields.
-        target: where that lies in the result of all rounds.
-        even: all members bring parts of one size, which is not 0.
+        pack: boxes to copy to the send buffer; None: a contiguous held tensor is the send buffer.
+        pack_anyway: boxes to copy to the send buffer if the held tensor is not contiguous.
+        unpack: boxes to copy from the receive buffer; None: the receive buffer is the result.
+        join: dim along which the received pieces concatenate to the result; None: copy box by box.
+        own: boxes copied from the held tensor to the result: target, source, index of the copy.
+        copies: number of copies that are reduced; 1: no reduction.
+        need: shape of one round's result.
+        target: place of one round's result in the whole result; None: it is the whole.
+        even: True if all members send parts of one size, which is not 0.
     """
 
     group: tuple[int, ...]
@@ -403,14 +403,14 @@ class Moves:
 
 @lru_cache(maxsize=8192)
 def moves(step: Step, rank: int, round_: int = 0) -> Moves:
-    """Work out what a rank copies, sends and receives in one round of a step."""
+    """Return a rank's copies, sends and receives in one round of a step."""
     work = program(step, rank, round_)
     whole, size = step.after.part_of(rank), len(work.group)
     sends, receives, own = list(work.sends), list(work.receives), list(work.own)
     gather = step.kind == "all_gather" and step.rounds == 1 and _is_even(step)
     scatter = work.copies == size > 1 and step.rounds == 1
     if gather or scatter or (work.copies == 1 and step.rounds == 1 and len(own) == 1 and _travels(work, own[0])):
-        # Then the own piece goes through the buffers too, and one of them is the tensor itself.
+        # The rank's own piece moves through the buffers, too, so that one of them is the tensor itself.
         sends, receives, own = _by_peer(sends + own), _by_peer(receives + own), []
     pack = _places(sends, work.have)
     unpack = _places(receives, work.need)
@@ -437,7 +437,7 @@ def moves(step: Step, rank: int, round_: int = 0) -> Moves:
 
 @lru_cache(maxsize=8192)
 def local_moves(step: Step, rank: int) -> tuple[tuple[int, ...], tuple[tuple[Index, Index], ...]]:
-    """Return the shape of what a rank keeps in a step without communication, and the boxes to copy: to, from."""
+    """Return the shape of a rank's result in a local step, and the boxes to copy as (target, source)."""
     have, need = step.before.part_of(rank), step.after.part_of(rank)
     assert need is not None, "the rank is on the mesh"
     kept = need if step.kind == "slice" else have
@@ -447,12 +447,12 @@ def local_moves(step: Step, rank: int) -> tuple[tuple[int, ...], tuple[tuple[Ind
 
 
 def shape_of(part: Part) -> tuple[int, ...]:
-    """Return the shape of the tensor that holds a part: the part's intervals, one after the other in every dim."""
+    """Return the shape of the tensor that holds a part, with the part's intervals joined in every dim."""
     return tuple(map(length, part))
 
 
 def index_of(part: Part | None, box: Sequence[tuple[int, int]]) -> Index:
-    """Return where a box lies in the tensor that holds a part; the box is within one interval of every dim."""
+    """Return the index of a box in the tensor that holds a part; the box lies in one interval of every dim."""
     assert part is not None, "a rank holds what it packs"
     found = []
     for intervals, (start, stop) in zip(part, box, strict=True):
@@ -493,12 +493,12 @@ def _by_peer(pieces: Iterable[ExchangedPart]) -> list[ExchangedPart]:
 
 
 def _travels(work: RankExchange, own: ExchangedPart) -> bool:
-    """Return whether with the own piece among them, what is sent or what arrives lies in order already."""
+    """Return True if the sent or the received pieces, including the own piece, are already in memory order."""
     return _in_order(_by_peer([*work.sends, own]), work.have) or _in_order(_by_peer([*work.receives, own]), work.need)
 
 
 def _in_order(pieces: Sequence[ExchangedPart], whole: Part | None) -> bool:
-    """Return whether the pieces, one after the other, are the whole in memory order: all of its outermost dim."""
+    """Return True if the pieces, one after the other, are the whole in memory order: all of its outermost dim."""
     if whole is None or not pieces:
         return False
     outer = next((dim for dim, intervals in enumerate(whole) if length(intervals) != 1), 0)
@@ -506,7 +506,7 @@ def _in_order(pieces: Sequence[ExchangedPart], whole: Part | None) -> bool:
 
 
 def _joined(pieces: Sequence[ExchangedPart], own: Sequence[ExchangedPart], whole: Part | None) -> int | None:
-    """Return the dim along which pieces that arrive, with nothing of one's own, are the whole in order; else None."""
+    """Return the dim along which received pieces, without an own piece, concatenate to the whole; else None."""
     if whole is None or own or len(pieces) < 2:
         return None
     return next((dim for dim in range(len(whole)) if _along(pieces, whole, dim)), None)
@@ -525,7 +525,7 @@ def _along(pieces: Sequence[ExchangedPart], whole: Part, dim: int) -> bool:
 
 
 def _target(whole: Part | None, need: Part | None) -> Index | None:
-    """Return where what one round yields lies in the result; None when it is the result."""
+    """Return the place of one round's result in the whole result; None if it is the whole."""
     if whole is None or need is None or whole == need or not all(need):
         return None
     return tuple(
@@ -539,17 +539,17 @@ def _is_even(step: Step) -> bool:
 
 
 # -- the buffers of a step ---------------------------------------------------------------------------------------------
-# Up to some number of ranks they are read off what each of them is going to do; beyond, they are bounded from above by
-# what the busiest one moves. Both are global facts, so all ranks find the same. Contiguous tensors are assumed: others
-# are copied.
+# For few ranks, buffer sizes are exact: the maximum over all ranks' moves. For many ranks, that would take too long, so
+# they are bounded from above by the busiest rank's bytes. Both use global facts, so all ranks find the same number.
+# Tensors are assumed to be contiguous, because others are copied first.
 
 
-_MOST_READ_PAIRS = 2**12  # of a rank with a member of its group: beyond, going through them takes too long
-_MOST_READ_RANKS = 256  # likewise
+_MOST_READ_PAIRS = 2**12  # pairs of a rank and a group member; reading more takes too long
+_MOST_READ_RANKS = 256  # reading more takes too long
 
 
 def buffers(step: Step) -> int:
-    """Return the most bytes that a rank needs in a step, or in any of its rounds, for buffers."""
+    """Return the peak bytes of buffers of a rank in a step, over all of its rounds."""
     if step.kind == "slice" or step.kind == "all_reduce":
         return 0
     if step.kind == "copy":
@@ -557,19 +557,19 @@ def buffers(step: Step) -> int:
     if len(step.ranks) > _MOST_READ_RANKS or len(step.ranks) * step.group_size > _MOST_READ_PAIRS:
         return step.itemsize * _at_most(step)
     ranks = step.ranks if step.group_axes is None else step.before.ranks
-    # In the first round all pieces are as large as in any.
+    # The first round has the largest pieces.
     return step.itemsize * max(_of_one(step, moves(step, rank)) for rank in ranks)
 
 
 def _scaled(step: Step) -> int:
-    """Return the bytes of the copies that are multiplied and divided before the result is made of them."""
+    """Return the bytes of the scaled copies from which a "copy" makes its result."""
     fill = step.fill
     assert fill is not None, "a copy says how it fills"
     return ((fill.times != 1) + (fill.over != 1)) * _most(step.before.holding.counts()) * step.itemsize
 
 
 def _of_one(step: Step, work: Moves) -> int:
-    """Return the elements in the buffers of one rank, by the order in which they come and go; see `execute`."""
+    """Return the peak elements in one rank's buffers, which live as long as in `execute`."""
     packed = 0 if work.pack is None else sum(work.sends)
     arrived, result = sum(work.receives), math.prod(work.need)
     if step.kind == "all_gather" and work.even:
@@ -583,11 +583,11 @@ def _of_one(step: Step, work: Moves) -> int:
     return packed if work.unpack is None else max(packed + arrived - result, arrived)
 
 
-# -- from above ------------------------------------------------------------------------------------------------------
+# -- upper bounds ----------------------------------------------------------------------------------------------------
 
 
 def _at_most(step: Step) -> int:
-    """Return a number of elements that no rank's buffers exceed."""
+    """Return an upper bound of the elements in any rank's buffers."""
     need, have = _most(step.after.holding.counts()), _most(step.before.holding.counts())
     received = _most(step.recv_bytes) // step.itemsize
     sent = min(_most(step.estimated_send_bytes) // step.itemsize + _uncut(step, have), have * step.group_size)
@@ -602,7 +602,7 @@ def _at_most(step: Step) -> int:
 
 
 def _reducing(step: Step, copies: int, have: int, need: int, sent: int, received: int) -> int:
-    """Return the like for a step that reduces: in rounds, what is needed is cut, and all copies of it come together."""
+    """Bound a step that reduces. Its rounds cut the needed parts, and all copies of an element arrive in one round."""
     if step.rounds > 1:
         need = min(need, need // step.rounds + _uncut(step, need, 1))
         sent, received = min(sent, step.group_size * need), min(received, copies * need)
@@ -611,10 +611,10 @@ def _reducing(step: Step, copies: int, have: int, need: int, sent: int, received
 
 
 def _uncut(step: Step, total: int, pieces: int = 0) -> int:
-    """Return how many elements more than its share a round may have, or an owner give, of some number of elements.
+    """Bound the elements that a round may have, or an owner may send, above an even share of `total`.
 
-    A piece is cut along one dim, with up to one row more than the share. Of d dims the longest is cut, so that a row of
-    a piece of v elements has v ** (1 - 1 / d) of them, which sum up to most where all pieces are of one size.
+    A piece is cut along its longest dim, into shares that differ by at most one row. With d dims, a row of a piece of
+    v elements has at most v ** (1 - 1 / d) elements. Their sum is largest if all pieces have one size.
     """
     number, dims = pieces or step.group_size, len(step.after.holding.shape)
     return math.ceil(number * (total / number) ** (1 - 1 / dims))

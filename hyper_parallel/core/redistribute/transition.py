@@ -1,7 +1,7 @@
-"""The transition between two layouts, read once: axes, ranks, sizes and splits as tuples of ints.
+"""The transition between two layouts, read once into axes, ranks, sizes and splits as tuples of ints.
 
-Below `api`, only `read` uses a `Layout`. If two meshes have the same ranks, both are refined to the sub-axes that they
-have in common. An axis that reaches over several nodes is split where the nodes end.
+Below `api`, only `read` uses a `Layout`. Two meshes of the same ranks are refined to their common sub-axes. An axis
+that reaches over several nodes is cut at the node boundaries.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class LayoutSide:
         sizes: ranks along each axis.
         names: the axes' names; sub-axes of one axis all have its name.
         ranks: the rank at each position, last axis fastest.
-        shape: the tensor's sizes; a scalar is taken as one element in one dim.
-        splits: per dim the axes that split it, outer first, without axes of one rank.
-        pending: the axes, of more than one rank, over which copies are to be reduced; the same kind over all of them.
-        reduction: that kind; None without such axes.
+        shape: the tensor's sizes; (1,) for a scalar.
+        splits: per dim the axes that split it, outer first, without axes of size 1.
+        pending: the axes of size > 1 with pending copies, all of one kind.
+        reduction: the kind of the pending reduction; None without one.
     """
 
     sizes: tuple[int, ...]
@@ -50,43 +50,43 @@ class LayoutSide:
 
     @property
     def held(self) -> Located:
-        """What each rank holds, of copies to reduce its own."""
+        """The part of each rank; for pending copies, its own copy."""
         return Located(Holding(self.sizes, self.shape, self.splits), self.ranks)
 
     @property
     def needed(self) -> Located:
-        """What each rank needs: of copies that are made, the first rank along these axes has it all."""
+        """The part that each rank needs; along pending axes only the first rank needs one."""
         return Located(replace(self.held.holding, first=self.pending), self.ranks)
 
     @property
     def live(self) -> tuple[int, ...]:
-        """The axes of more than one rank."""
+        """The axes of size > 1."""
         return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
 
     @property
     def reduced(self) -> LayoutSide:
-        """The same without copies to reduce."""
+        """The same layout without pending copies."""
         return replace(self, pending=(), reduction=None)
 
     def ways(self, axes: Iterable[int]) -> int:
-        """Return how many ranks there are along some axes together."""
+        """Return the number of ranks along some axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def is_on_mesh_of(self, other: LayoutSide) -> bool:
-        """Return whether both lie on one mesh: the same axes and ranks."""
+        """Return True if both lie on one mesh, with the same axes and ranks."""
         return (self.sizes, self.names, self.ranks) == (other.sizes, other.names, other.ranks)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """From which layout to which, on one mesh or on two.
+    """A source and a destination layout, on one mesh or on two.
 
     Attributes:
         before: the source.
         after: the destination.
         itemsize: bytes per element.
-        exact: whether elements are ints or bools, which are rounded when divided.
-        scalar: whether the tensor has no dims.
+        exact: True for ints and bools, because dividing rounds them.
+        scalar: True if the tensor has no dims.
     """
 
     before: LayoutSide
@@ -97,7 +97,7 @@ class Transition:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's sizes, at least one."""
+        """The tensor's sizes; at least one dim."""
         return self.before.shape
 
     @property
@@ -108,28 +108,28 @@ class Transition:
 
 @dataclass(frozen=True)
 class MeshTransition:
-    """A transition on one mesh, whose axes may be smaller than those of the layouts.
+    """A transition on one mesh, whose axes may be sub-axes of the layouts' axes.
 
     Axes are indices from the left. Axes of size 1 take no part. Every axis has one role at the source: it splits a dim
-    (`split_axes`), copies are to be reduced over it (`reduces`), copies stay as they are over it (`keeps`), or the
-    ranks along it hold the same (`replica_axes`).
+    (`split_axes`), its copies are reduced (`reduces`), its copies stay pending (`keeps`), or its ranks hold the same
+    elements (`replica_axes`).
 
     Attributes:
         sizes: ranks along each axis.
         names: the axes' names.
-        ranks: the rank at each position.
-        shape: the tensor's sizes; a scalar is taken as one element in one dim.
+        ranks: the rank at each position, last axis fastest.
+        shape: the tensor's sizes; (1,) for a scalar.
         src: splits at the source, per dim, outer first.
         dst: splits at the destination.
-        reduces: axes pending at the source, and no longer at the destination.
-        reduction: by what; None without such axes.
+        reduces: axes pending at the source only.
+        reduction: kind of reduction over `reduces`; None without such axes.
         keeps: axes pending at both.
         opens: axes pending at the destination only.
-        opening: by what; None without such axes.
-        times: kept copies are multiplied by this, to turn one linear reduction into the other,
-        over: and divided by this.
+        opening: kind of reduction over `opens`; None without such axes.
+        times: factor of kept copies, e.g. to turn a pending sum into an average.
+        over: divisor of kept copies.
         itemsize: bytes per element.
-        at_once: copies are to be reduced in one step: an average of ints is rounded, once.
+        at_once: True if copies must be reduced in one step, because an average of ints may be rounded only once.
     """
 
     sizes: tuple[int, ...]
@@ -150,20 +150,20 @@ class MeshTransition:
 
     @property
     def source(self) -> Holding:
-        """What each rank holds at the start, copies to reduce aside."""
+        """The part of each rank at the start, ignoring pending copies."""
         return Holding(self.sizes, self.shape, self.src)
 
     @property
     def result(self) -> Holding:
-        """What each rank holds in the end."""
+        """The part of each rank at the end."""
         return Holding(self.sizes, self.shape, self.dst)
 
     @cached_property
     def target(self) -> Holding:
-        """What each rank needs from the others: the result, but of copies that open, each element at one of them.
+        """The part that each rank needs from others: the result, with each element of opening copies at one rank only.
 
-        Where the ranks along an opening axis hold different parts, each contributes its own; where they hold the same,
-        the first does.
+        If the ranks along an opening axis hold different parts, each contributes its own. If they hold the same, the
+        first rank contributes it.
         """
         if not self.opens:
             return self.result
@@ -174,7 +174,7 @@ class MeshTransition:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """The axes of more than one rank over which anything may move."""
+        """The axes of size > 1 over which data may move."""
         return tuple(axis for axis, size in enumerate(self.sizes) if size > 1 and axis not in self.keeps)
 
     @cached_property
@@ -189,23 +189,23 @@ class MeshTransition:
 
     @cached_property
     def replica_axes(self) -> tuple[int, ...]:
-        """Axes along which ranks hold the same at the source."""
+        """Axes along which ranks hold the same elements at the source."""
         return tuple(a for a in self.live if a not in self.split_axes and a not in self.reduces)
 
     def ways(self, axes: Iterable[int]) -> int:
-        """Return how many ranks there are along some axes together."""
+        """Return the number of ranks along some axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def along(self, counts: Counts, axes: Iterable[int]) -> Counts:
-        """Return, on every rank, the sum over the ranks along some axes."""
+        """Sum counts, for every rank, over the ranks along some axes."""
         return np.broadcast_to(counts.sum(axis=tuple(axes), keepdims=True), self.sizes)
 
 
-# -- layouts, read -----------------------------------------------------------------------------------------------------
+# -- reading layouts ---------------------------------------------------------------------------------------------------
 
 
 def read(asked: str, src: Layout, dst: Layout, global_shape: Any, dtype: Any) -> Transition:
-    """Read both layouts, and refuse what is none or what does not fit.
+    """Read two layouts, and refuse those that do not fit the tensor.
 
     >>> mesh = Layout((2, 4), ("dp", "tp"))
     >>> found = read("cannot plan", mesh("dp", "tp"), mesh(("tp", "dp")), (8, 8), torch.float32)
@@ -214,15 +214,15 @@ def read(asked: str, src: Layout, dst: Layout, global_shape: Any, dtype: Any) ->
 
     Args:
         asked: the start of an error message, "cannot ...".
-        src: the layout that the tensor is in.
-        dst: the layout that it is to be in.
+        src: the source layout.
+        dst: the target layout.
         global_shape: the full tensor's sizes, in elements.
-        dtype: its dtype.
+        dtype: the tensor's dtype.
 
     Raises:
-        TypeError: a size that is no int, no dtype, or one that torch cannot reduce as asked.
-        ValueError: a layout without an assignment, or that does not fit the shape, or that mixes kinds of reduction;
-            more elements than can be counted.
+        TypeError: a size that is no int, a wrong `dtype`, or one that torch cannot reduce as requested.
+        ValueError: a layout without an assignment, or that does not fit the shape, or with several kinds of pending
+            reductions; a tensor whose bytes over all ranks exceed 64 bits.
     """
     shape = check_shape(global_shape)
     seen = f"from: {src}   to: {dst}   global_shape: {shape}"
@@ -248,23 +248,23 @@ def _read_side(asked: str, name: str, layout: Layout, shape: tuple[int, ...], se
     return LayoutSide(axes.sizes, axes.names, axes.ranks, shape or (1,), real if shape else ((),), over, kind)
 
 
-_MOST_BYTES = 16  # of an element: complex128
+_MOST_BYTES = 16  # per element, for complex128
 
 
 def _check_countable(asked: str, before: LayoutSide, after: LayoutSide, seen: str) -> None:
-    """Refuse a tensor so large that the bytes of all ranks together are no 64-bit integer."""
+    """Refuse a tensor whose bytes over all ranks exceed a 64-bit integer."""
     elements = math.prod(before.shape)
     if elements * _MOST_BYTES * (len(before.ranks) + len(after.ranks)) >= 2**63:
         blame = f"{elements:,} elements are more than {len(before.ranks)} ranks' bytes can be counted for"
         raise InvalidValue(asked, blame, seen, "a tensor of fewer elements")
 
 
-# Integers that torch stores and does not add; likewise floats of one byte.
+# torch stores these ints but cannot add them; the same is true of one-byte floats.
 _NO_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
 def _check_reductions(asked: str, before: LayoutSide, after: LayoutSide, dtype: torch.dtype, seen: str) -> None:
-    """Refuse to take, or to make, pending copies of a dtype that torch cannot reduce."""
+    """Refuse to reduce, or to make, pending copies of a dtype that torch cannot reduce."""
     stay = before.is_on_mesh_of(after) and before.reduction == after.reduction
     for side, other in ((before, after), (after, before)):
         why = None if side.reduction is None else _no_reduction(side.reduction, dtype)
@@ -275,7 +275,7 @@ def _check_reductions(asked: str, before: LayoutSide, after: LayoutSide, dtype: 
 
 
 def _no_reduction(kind: str, dtype: torch.dtype) -> str | None:
-    """Return why copies of a dtype cannot be reduced; None: they can."""
+    """Return the reason why copies of a dtype cannot be reduced; None: they can."""
     if dtype in _NO_ARITHMETIC or (dtype.is_floating_point and dtype.itemsize == 1):
         return f"torch does not compute with {dtype}"
     if dtype.is_complex and kind not in LINEAR:
@@ -289,10 +289,10 @@ def _no_reduction(kind: str, dtype: torch.dtype) -> str | None:
 
 
 def on_one_mesh(transition: Transition, ranks_per_node: int | None = None) -> MeshTransition | None:
-    """Return a transition with a role for every axis, or None when its layouts lie on meshes that do not agree.
+    """Return a transition with a role for every axis; None if the layouts' meshes do not agree.
 
-    Two meshes of the same ranks in the same order agree when their axes can be cut into the same smaller ones, and the
-    tensor divides evenly where that matters. Axes that nodes cut are cut likewise, where that is possible.
+    Two meshes of the same ranks in the same order agree if their axes can be cut into common sub-axes, and if dims that
+    split over a cut axis divide evenly. Axes that cross nodes are cut at the node boundaries if possible.
     """
     pair: tuple[LayoutSide, LayoutSide] | None = (transition.before, transition.after)
     if not transition.before.is_on_mesh_of(transition.after):
@@ -301,7 +301,7 @@ def on_one_mesh(transition: Transition, ranks_per_node: int | None = None) -> Me
         return None
     before, after = pair if ranks_per_node is None else cut_at_nodes(*pair, ranks_per_node)
     old, new = before.reduction, after.reduction
-    # An average of ints does not become a sum by dividing the copies, as that would round them.
+    # An average of ints cannot become a sum by dividing the copies, because that would round them.
     stay = old == new or ({old, new} <= LINEAR and not (transition.exact and old == "avg"))
     keeps = tuple(axis for axis in before.pending if axis in after.pending) if stay else ()
     reduces = tuple(axis for axis in before.pending if axis not in keeps)
@@ -325,11 +325,11 @@ def on_one_mesh(transition: Transition, ranks_per_node: int | None = None) -> Me
     )
 
 
-# -- sub-axes: those that two meshes have in common, or that nodes cut an axis into ------------------------------------
+# -- sub-axes: common to two meshes, or from cutting an axis at node boundaries ----------------------------------------
 
 
 def on_common_mesh(before: LayoutSide, after: LayoutSide) -> tuple[LayoutSide, LayoutSide] | None:
-    """Write two layouts of the same ranks on one mesh, whose axes are sub-axes of those of both.
+    """Write two layouts of the same ranks on one mesh, whose axes are sub-axes of both meshes.
 
     >>> mesh, flat = Layout((2, 4), ("dp", "tp")), Layout((8,), ("all",))
     >>> found = read("cannot plan", mesh("tp"), flat("all"), (16,), torch.float32)
@@ -338,14 +338,14 @@ def on_common_mesh(before: LayoutSide, after: LayoutSide) -> tuple[LayoutSide, L
     ((2, 4), ('dp', 'tp'), ((0, 1),))
 
     Returns:
-        The layouts, on axes with the names of the source's, or None when there is no such mesh.
+        Both layouts, on axes with the source's names; None if there is no such mesh.
     """
     if before.ranks != after.ranks:
         return None
     strides = sorted({*_strides(before.sizes), *_strides(after.sizes)})
     if any(large % small for small, large in itertools.pairwise(strides)):
         return None
-    places = strides[:-1][::-1] or [1]  # the stride of each sub-axis
+    places = strides[:-1][::-1] or [1]  # stride of each sub-axis
     sizes = tuple(large // small for small, large in itertools.pairwise(strides))[::-1] or (1,)
     sub_axes = [_sub_axes_of(side.sizes, places) for side in (before, after)]
     owners = tuple(name for name, mine in zip(before.names, sub_axes[0], strict=True) for _ in mine)
@@ -357,9 +357,9 @@ def on_common_mesh(before: LayoutSide, after: LayoutSide) -> tuple[LayoutSide, L
 
 
 def cut_at_nodes(before: LayoutSide, after: LayoutSide, ranks_per_node: int) -> tuple[LayoutSide, LayoutSide]:
-    """Cut each axis of two layouts of one mesh in two, so that along the inner one all ranks share a node.
+    """Cut each axis of two layouts of one mesh in two, so that all ranks along the inner sub-axis share a node.
 
-    Where nodes do not cut an axis into equal parts, or the tensor does not divide evenly, nothing is cut.
+    Axes stay whole if nodes do not cut them into equal parts, or if the tensor does not divide evenly.
     """
     nodes = Nodes(before.ranks, before.sizes, ranks_per_node)
     inner = [nodes.cut(axis) for axis in range(len(before.sizes))]
@@ -379,7 +379,7 @@ def cut_at_nodes(before: LayoutSide, after: LayoutSide, ranks_per_node: int) -> 
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
-    """Return the stride of each axis, and the number of all ranks.
+    """Return the stride of each axis, innermost first, then the number of ranks.
 
     >>> _strides((2, 4))
     [1, 4, 8]
@@ -391,7 +391,7 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 
 
 def _sub_axes_of(sizes: Sequence[int], places: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return, per axis, the sub-axes that it consists of, found by their strides.
+    """Return the sub-axes of each axis, found by their strides.
 
     >>> _sub_axes_of((2, 4), (4, 2, 1))
     [(0,), (1, 2)]
@@ -406,7 +406,7 @@ def _sub_axes_of(sizes: Sequence[int], places: Sequence[int]) -> list[tuple[int,
 def _on_sub_axes(
     side: LayoutSide, sizes: tuple[int, ...], names: tuple[str, ...], sub_axes: Sequence[tuple[int, ...]]
 ) -> LayoutSide | None:
-    """Write a layout on sub-axes; None where cutting an axis in two would split a dim otherwise."""
+    """Write a layout on sub-axes; None if cutting an axis in two would change the parts of a dim."""
     for size, chain in zip(side.shape, side.splits, strict=True):
         if any(len(sub_axes[axis]) > 1 for axis in chain) and size % side.ways(chain):
             return None

@@ -1,4 +1,4 @@
-"""Plans: the layout of each parameter, input and output of a model, and the code that brings tensors there.
+"""Plans: the layouts of a model's parameters, inputs and outputs, and the code that redistributes tensors to them.
 
 api -> local, local_module -> region -> entry_exit
        local, local_module -> boundaries -> spelling

@@ -1,6 +1,6 @@
-"""Front door of plans: `shard_module` applies one to a model.
+"""Entry point of plans: `shard_module` applies a plan to a model.
 
-torch's tensor-parallel styles are re-exported, as a model can have both.
+torch's tensor-parallel styles are re-exported, because a model can combine them with a plan.
 """
 
 from __future__ import annotations
@@ -70,27 +70,27 @@ def shard_module(model: M, device_mesh: DeviceMesh, sharding_plan: ShardingPlan,
         model = shard_module(model, mesh, plan)  # before the optimizer is made
         y = model(distribute_tensor(x, Layout.from_device_mesh(mesh)("dp", "None")))
 
-    Parameters that the plan names become DTensors; each gradient is brought to the layout of its parameter as it
-    arrives. DTensors that go into a module, or come out of it, are redistributed there; other tensors pass. To shard
-    parameters further over another axis, call `fully_shard` or `hsdp` with that axis afterwards.
+    Parameters named by the plan become DTensors; each gradient is redistributed to its parameter's layout when it
+    arrives. DTensors are redistributed at the inputs and outputs of modules; other tensors pass unchanged. To shard
+    parameters over a further axis, e.g. "dp", call `fully_shard` or `hsdp` with that axis afterwards.
 
-    Communication: now, what `distribute_tensor` needs per parameter (with `src_data_rank=None`, and for parameters on
-    the meta device, none); then in each forward what the redistributions take, and in backward what theirs do.
+    Communication now: one `distribute_tensor` per parameter (none with `src_data_rank=None` or on the meta device).
+    Forward and backward of each step: the redistributions at module boundaries.
 
     Args:
-        model: a module, changed in place; or a function, whose arguments and results are those of "input" and "output".
-        device_mesh: the mesh that the names of the plan are of, or a slice of one.
+        model: a module, changed in place; or a function, whose arguments are "input" and whose results are "output".
+        device_mesh: the mesh of the plan's axis names, or a slice of it.
         sharding_plan: the layouts.
-        src_data_rank: whose parameters count, see `distribute_tensor`; None: every rank's own, which must be equal.
+        src_data_rank: see `distribute_tensor`; None: each rank uses its own parameters, which must be equal.
 
     Returns:
-        The module itself; for a function another one, or itself if the plan has nothing for it. On a mesh of one rank,
-        the model as it is.
+        The module itself. For a function, a wrapper, or the function itself if the plan has no entry for it. On a mesh
+        of one rank, the model unchanged.
 
     Raises:
         TypeError: no module or function, no mesh, a field of the plan of the wrong type.
-        ValueError: a path, argument or axis that does not exist, a value that is no layout, a layout that does not
-            fit; parameters that `fully_shard` or another mesh has already, or that have a gradient or hooks, which
+        ValueError: a path, argument or axis that does not exist; a value that is no layout, or a layout that does not
+            fit; parameters under `fully_shard` or on another mesh; parameters with a gradient or hooks, because those
             would be lost.
     """
     asked = "cannot shard the model"
@@ -161,11 +161,11 @@ def _check_parameter(
 def _distribute(
     model: nn.Module, chosen: list[tuple[nn.Parameter, list[str], Layout]], src_data_rank: int | None
 ) -> list[tuple[nn.Module, str]]:
-    """Replace parameters, and return where they are."""
+    """Replace parameters, and return the modules and names that hold them."""
     places: list[tuple[nn.Module, str]] = []
     for param, names, layout in chosen:
         new = nn.Parameter(_distributed(param, layout, src_data_rank), requires_grad=param.requires_grad)
-        new.__dict__.update(param.__dict__)  # what a model has written on it, as which ones decay
+        new.__dict__.update(param.__dict__)  # attributes set by the model, e.g. weight-decay flags
         if new.requires_grad:
             _watch(new, layout)
         for name in names:
@@ -188,9 +188,9 @@ def _distributed(param: nn.Parameter, layout: Layout, src_data_rank: int | None)
 
 
 class _GradientLayout:
-    """Brings the gradient of a parameter to the parameter's layout: torch leaves reductions pending."""
+    """Hook that redistributes a gradient to its parameter's layout, because torch leaves reductions pending."""
 
-    is_made_anew = True  # `fully_shard` need not keep it: it brings gradients to the layout of the parameter itself
+    is_made_anew = True  # `fully_shard` may drop this hook, because it redistributes gradients itself
 
     def __init__(self, param: Any, layout: Layout) -> None:
         self.layout, self.mesh, self.placements = layout, param.device_mesh, param.placements
@@ -201,11 +201,11 @@ class _GradientLayout:
         spec = grad._spec
         if spec.placements == self.placements and spec.mesh is self.mesh:
             return None
-        return redistribute(grad, self.layout)  # differentiable, where someone differentiates what happens here
+        return redistribute(grad, self.layout)  # differentiable, for second derivatives
 
 
 class _Watch:
-    """Before a forward, gives parameters their `_GradientLayout` that have none: copied, cast, loaded or unfrozen ones.
+    """Forward pre-hook that gives a `_GradientLayout` to parameters without one: copied, cast, loaded or unfrozen ones.
 
     Args:
         places: modules with names of their parameters.
@@ -222,7 +222,7 @@ class _Watch:
             param: Any = owner._parameters.get(name)
             if isinstance(param, DTensor) and param.requires_grad and param.is_leaf and not _is_watched(param):
                 bare.append(param)
-        if bare and not any(map(is_unit, model.modules())):  # a unit sees to the layout itself
+        if bare and not any(map(is_unit, model.modules())):  # a unit redistributes gradients itself
             for found in bare:
                 _watch(found, Layout.of(found))
 
@@ -232,7 +232,7 @@ def _watch(param: torch.Tensor, layout: Layout) -> None:
     if hooks:
         for key in [key for key, hook in hooks.items() if isinstance(hook, _GradientLayout)]:
             del hooks[key]
-        param._backward_hooks = hooks  # what swaps the memory of a tensor, as a cast does, leaves them without effect
+        param._backward_hooks = hooks  # swapping a tensor's memory, e.g. by a cast, disables its hooks
     param.register_hook(_GradientLayout(param, layout))
     param.__dict__[_WATCHED] = param._cdata
 
@@ -245,7 +245,7 @@ def _is_watched(param: torch.Tensor) -> bool:
 
 
 def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """Return the modules with something to do at their boundary, and what attaches it."""
+    """Return the modules with layouts at their boundary, each with the function that attaches the hooks."""
     found: list[tuple[nn.Module, Callable[[nn.Module], None]]] = []
     done: dict[int, str] = {}
     region = Region()
@@ -266,7 +266,7 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
 
 
 def _said(reading: Reading, name: str) -> tuple[Any, ...]:
-    """Return all that a plan says of a module's boundary."""
+    """Return all entries of a plan for a module's boundary."""
     inputs, outputs, produced = (each.get(name) for each in (reading.inputs, reading.outputs, reading.local))
     return inputs, outputs, produced, name in reading.returned, name in reading.resharded, reading.chunks.get(name)
 

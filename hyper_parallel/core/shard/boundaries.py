@@ -1,4 +1,4 @@
-"""Redistribution at module boundaries: arguments and results are brought to the layouts of the plan."""
+"""Redistribution of arguments and results to the layouts of a plan, at module boundaries."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hyper_parallel.core.shard.spelling import LayoutTree, describe
 
 
 class ArgumentLayout(NamedTuple):
-    """Where an argument is found in a call, and what its layouts are.
+    """The position of an argument in a call, and its layouts.
 
     Attributes:
-        index: among the positional arguments; None for one that is only given by name.
-        name: None for one that is only given by position.
-        tree: its layout, or those of what it holds.
+        index: index among the positional arguments; None for a keyword-only argument.
+        name: keyword; None for a positional-only argument.
+        tree: the layout of the argument, or a tree of layouts for a container.
     """
 
     index: int | None  # type: ignore[assignment]
@@ -38,15 +38,15 @@ class ArgumentLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a function can be called with.
+    """The arguments that a function accepts.
 
     Attributes:
-        positional: names of arguments that can be given by position, in order; None where they have only a position.
+        positional: names of arguments that can be given by position, in order; None for positional-only ones.
         by_name: names of arguments that can be given by name.
-        any_number: whether it takes `*args`.
-        any_name: whether it takes `**kwargs`.
-        written: the signature as a person reads it.
-        unnamed: names that the signature has for arguments that can be given by position only.
+        any_number: True if it accepts `*args`.
+        any_name: True if it accepts `**kwargs`.
+        written: the signature without annotations, for messages.
+        unnamed: names of positional-only arguments in the signature.
     """
 
     positional: tuple[str | None, ...]
@@ -58,7 +58,7 @@ class Arguments:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Arguments:
-        """Read the signature of a function; one that has none takes anything."""
+        """Read the signature of a function; without a signature, any arguments are accepted."""
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -80,7 +80,7 @@ class Arguments:
         return cls(tuple(positional), tuple(names), any_number, any_name, str(bare), unnamed)
 
     def places(self, asked: str, tree: LayoutTree) -> list[ArgumentLayout]:
-        """Return where the arguments are that a plan has layouts for.
+        """Return the positions of the arguments that have layouts in a plan.
 
         >>> layout = Layout((2,), ("tp",))("tp")
         >>> def forward(x, mask=None, *, scale=1.0): ...
@@ -91,7 +91,7 @@ class Arguments:
 
         Args:
             asked: the start of an error message, "cannot ...".
-            tree: one layout is for the first argument.
+            tree: the layouts; a single layout is for the first argument.
 
         Raises:
             ValueError: more layouts than arguments, a name that the signature does not have.
@@ -129,12 +129,12 @@ Move = Callable[[Any, Layout], Any]
 
 
 class Inputs:
-    """Brings the arguments of a call to the layouts of a plan.
+    """Redistributes the arguments of a call to the layouts of a plan.
 
     Args:
         where: the module or function, for messages.
         tree: the layouts.
-        arguments: what it can be called with.
+        arguments: the arguments that it accepts.
         wrap: take plain tensors as local shards.
     """
 
@@ -164,7 +164,7 @@ class Inputs:
 
 
 class Outputs:
-    """Brings what a call returns to the layouts of a plan.
+    """Redistributes the results of a call to the layouts of a plan.
 
     Args:
         where: the module or function, for messages.
@@ -180,16 +180,16 @@ class Outputs:
 
 
 def spread(what: str, value: Any, tree: LayoutTree, move: Move) -> Any:
-    """Apply `move` to a value, or to what it holds where there are layouts for that.
+    """Apply `move` to a value, or to the entries of a container that have layouts.
 
     Args:
         what: the value, for messages.
         value: a tensor or another leaf; for a tuple of layouts a list or tuple, for a dict of layouts a mapping.
         tree: the layouts.
-        move: what to do with a leaf and its layout.
+        move: function of a leaf and its layout.
 
     Raises:
-        ValueError: layouts and value are not nested in the same way; a layout does not fit.
+        ValueError: layouts and value are nested differently; a layout does not fit.
     """
     if tree is None or value is None:
         return value
@@ -211,7 +211,7 @@ def spread(what: str, value: Any, tree: LayoutTree, move: Move) -> Any:
 
 
 def remade(like: Any, entries: list[Any]) -> Any:
-    """Return a list, tuple or named tuple of the kind of `like` with other entries.
+    """Make a list, tuple or named tuple of the type of `like` with other entries.
 
     >>> remade((1, 2), [3, 4])
     (3, 4)
@@ -232,7 +232,7 @@ def _spread_names(what: str, value: Any, tree: Mapping[str, LayoutTree], move: M
 
 
 def _unlike(what: str, value: Any, tree: LayoutTree) -> ValueError:
-    """Say that a value is built in another way than its layouts."""
+    """Return the error for a value that is nested differently from its layouts."""
     if isinstance(value, Mapping):
         is_there, hint = f"a {type(value).__name__} of {', '.join(map(repr, value))}", "a dict of layouts by its names"
     elif isinstance(value, (list, tuple)):
@@ -248,7 +248,7 @@ def _inside(what: str, error: ValueError) -> str:
     return f"cannot lay out the {what}: {first}\n{rest}" if rest else f"cannot lay out the {what}: {first}"
 
 
-# -- what is done with one tensor ------------------------------------------------------------------------------------
+# -- moves of one tensor ---------------------------------------------------------------------------------------------
 
 
 def _redistributed(x: Any, layout: Layout) -> Any:
@@ -261,7 +261,7 @@ def _redistributed(x: Any, layout: Layout) -> Any:
 
 def _redistributed_or_wrapped(x: Any, layout: Layout) -> Any:
     if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
-        # A tensor that is not split has the shape of its shard; of others, `from_local` asks the ranks.
+        # The shape of a replicated tensor is known; for a split one, `from_local` asks the ranks.
         global_shape = None if any(layout.splits(x.dim())) else tuple(x.shape)
         try:
             return from_local(x, layout, shape=global_shape)
@@ -272,18 +272,18 @@ def _redistributed_or_wrapped(x: Any, layout: Layout) -> Any:
 
 
 def by_torch(x: DTensor, layout: Layout) -> DTensor:
-    """Let torch take the reduction of shards that a layout has no word for, as the masked ones of a split embedding."""
+    """Let torch do reductions that no layout can express, e.g. of the masked shards of a split embedding."""
     if layout.mesh is x.device_mesh and layout.placements is not None:
-        # Its gradient may have sums pending, which torch cannot bring to the reduction that it has taken.
+        # Its gradient may have pending sums, which torch cannot redistribute to that odd reduction.
         return unmoved(x.redistribute(x.device_mesh, layout.placements))
     reduced = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
     return redistribute(x.redistribute(x.device_mesh, reduced), layout)
 
 
 def localized(result: Any) -> Any:
-    """Return what a module returns with this rank's shards in place of DTensors, in containers of any depth.
+    """Replace DTensors by this rank's shards, in containers of any depth.
 
-    Ranks that hold the same are taken to go on computing the same: their gradients are one gradient.
+    Ranks with equal shards are assumed to continue with equal computations, so that their gradients are one gradient.
     """
     return tree_map_only(DTensor, _local_shard, result)
 

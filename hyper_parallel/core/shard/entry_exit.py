@@ -1,13 +1,13 @@
 """Entry and exit of modules that compute on local tensors: `enter` takes the local shard, `leave` wraps one.
 
-Each replaces a redistribution and a `to_local` or `from_local` by one step, with one communication forward and one
-backward. For example, the gradient of a gathered input goes back to where the input was split by one reduce_scatter,
-not by an all_reduce of which most is then thrown away.
+Each fuses a redistribution with a `to_local` or `from_local`, with one communication forward and one backward. For
+example, the gradient of a gathered input is reduce-scattered to the input's shards. Separate steps would all-reduce
+it and then drop most of the result.
 
     forward    enter: x -> target, take the shard         leave: the shards in produced -> target
-    backward   enter: shards in grad_layout -> as x is    leave: the gradient -> as the shards are, of sums in full
+    backward   enter: shards in grad_layout -> as x       leave: the gradient -> as the shards, of sums in full
 
-Callers check layouts and shapes, once: an entry or exit without communication costs some microseconds.
+Callers check layouts and shapes once, because an entry or exit without communication takes only microseconds.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ from hyper_parallel.core.redistribute.plan import plan_here
 
 @runs_eagerly
 def enter(x: DTensor, target: Layout, grad_layout: Layout | None = None) -> torch.Tensor:
-    """Return this rank's shard of a DTensor in some layout, as a plain tensor.
+    """Redistribute a DTensor and return this rank's shard as a plain tensor.
 
         shard = enter(x, layout())  # gathered
         shard = enter(x, layout(), layout(partial={"tp": "sum"}))  # and over tp, gradients add up
 
-    Forward: as `redistribute`; where x is in that layout, no communication, and the shard shares its memory. Backward:
-    one redistribution, from `grad_layout` to the layout of x; where x has copies to reduce, to the full gradient.
+    Forward: as `redistribute`; without communication if x is already in that layout, and the shard then shares its
+    memory. Backward: one redistribution from `grad_layout` to the layout of x; for pending x, to the full gradient.
 
     Args:
         x: a DTensor.
         target: the layout to take the shard of, with a mesh.
-        grad_layout: how the gradients of the shards lie: split as `target` is, and pending where they add up. None: as
-            the shards, and the backward pass is refused where ranks hold the same, as for `to_local`.
+        grad_layout: layout of the shards' gradients: split as `target`, and pending where they add up. None: as the
+            shards; backward then refuses axes over which ranks hold the same elements, as `to_local` does.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return cast(torch.Tensor, _Enter.apply(x, target, grad_layout, _hands_gradients_on(x)))
     shard = _shard_of(x, target)
-    return shard.detach() if shard.requires_grad else shard  # torch's own shards may want a gradient
+    return shard.detach() if shard.requires_grad else shard  # torch's own shards may require a gradient
 
 
 @runs_eagerly
 def leave(local: torch.Tensor, produced: Layout, shape: Sequence[int], target: Layout | None = None) -> DTensor:
-    """Return the DTensor of which every rank gives its shard, in some layout.
+    """Wrap the shards of all ranks as a DTensor, and redistribute it.
 
         y = leave(shard, layout("dp", partial={"tp": "sum"}), (8, 4), layout("dp", "tp"))  # one reduce_scatter
 
-    Forward: as `redistribute`; no communication without `target`. Backward: one redistribution of the gradient to the
-    layout of the shards. Where they are copies to add up, and where ranks hold the same, every rank gets the full
-    gradient; of an average over n ranks, 1/n of it; the gradient of a pending max, min or prod is refused.
+    Forward: as `redistribute`; without `target` no communication. Backward: one redistribution of the gradient to the
+    layout of the shards. Replicas and pending sums get the full gradient on every rank. A pending average over n
+    ranks gets 1/n of it. The gradient of a pending max, min or prod is refused.
 
     Args:
-        local: this rank's shard, which is not copied.
-        produced: which shard that is, with a mesh.
+        local: this rank's shard; not copied.
+        produced: the layout of the shards, with a mesh.
         shape: the full tensor's sizes, in elements.
         target: the layout of the result. Default: `produced`.
 
@@ -98,7 +98,7 @@ class _Enter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.target, ctx.grad_layout, ctx.hand_on = x._spec, target, grad_layout, hand_on
         shard = _shard_of(x, target)
-        return shard.view_as(shard)  # autograd writes into what is returned, which must not be x's own shard
+        return shard.view_as(shard)  # a view, because autograd sets attributes on the result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
@@ -111,7 +111,7 @@ class _Enter(torch.autograd.Function):
         src = target if _is_there(spec.mesh, spec.placements, target, shape) else _source(spec)
         to = src.reset_partial() if src.is_partial() else src
         grad = waited_for(grad)
-        if torch.is_grad_enabled():  # someone differentiates what happens here
+        if torch.is_grad_enabled():  # second derivatives are recorded
             if not given.is_partial():
                 grad = grad.clone(memory_format=torch.contiguous_format)
             full = FromLocal.apply(grad, given, shape, given.reset_partial())
@@ -142,16 +142,16 @@ class _Leave(torch.autograd.Function):
         return _shard_of(grad, to), None, None, None
 
 
-# The node that `leave` puts into the graph: a DTensor that has it as its `grad_fn` hands on the gradient's own shard.
+# Autograd node of `leave`. A DTensor with this `grad_fn` passes on the very tensor of its shard's gradient.
 _LEFT: type = _Leave._backward_cls
 
 
 def _hands_gradients_on(x: DTensor) -> bool:
-    """Return whether the gradient of x may be made of the very tensor that is the gradient of its shard.
+    """Return True if the gradient of x may share the tensor of its shard's gradient.
 
-    Two leaves could get it, each in a DTensor of its own, so that autograd would not see that they share memory, and
-    clipping, in place, would scale it twice. Where x comes from `leave`, that very tensor comes out of the DTensor
-    again, and autograd knows who else has it.
+    Two leaves could receive that tensor, each in its own DTensor. autograd would not see the shared memory; in-place
+    clipping would scale it twice. If x comes from `leave`, the tensor leaves the DTensor again, and autograd knows its
+    other users.
     """
     return isinstance(x.grad_fn, _LEFT)
 
@@ -160,32 +160,32 @@ def _hands_gradients_on(x: DTensor) -> bool:
 
 
 def waited_for(local: torch.Tensor) -> torch.Tensor:
-    """Return a local tensor once its communication is complete."""
+    """Wait for the communication of a local tensor, and return it."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _is_there(mesh: DeviceMesh, placements: tuple[Placement, ...], target: Layout, shape: torch.Size) -> bool:
-    """Return whether a DTensor is in a layout, seen from its placements alone."""
+    """Return True if a DTensor already has the placements of a layout; a fast path."""
     names, wanted = torch_form(target, shape)
     return target.mesh is mesh and placements == wanted and names is None and mesh.get_coordinate() is not None
 
 
 def _shard_of(x: DTensor, target: Layout) -> torch.Tensor:
-    """Return this rank's shard of x in a layout; no gradient is recorded by who calls."""
+    """Return this rank's shard of x in a layout, without recording gradients."""
     mesh, placements, shape = x.device_mesh, x.placements, x.shape
     if _is_there(mesh, placements, target, shape):
         return waited_for(x._local_tensor)
     if any(map(_is_odd, placements)):
         with torch.no_grad():
             return _shard_of(x.redistribute(mesh, _whole_where_odd(placements)), target)
-    if target.mesh is not mesh or any(map(is_strided, placements)):  # what only the verb checks, or can read
+    if target.mesh is not mesh or any(map(is_strided, placements)):  # only `redistribute` checks or reads these
         with torch.no_grad():
             return waited_for(redistribute(x, target)._local_tensor)
     return local_redistributed(waited_for(x._local_tensor).detach(), Layout.of_spec(x._spec), target, shape)
 
 
 def _is_odd(placement: Placement) -> bool:
-    """Return whether a reduction is pending that no layout has a word for: a row-split embedding masks its shards."""
+    """Return True for a pending reduction that no layout expresses, e.g. the masked shards of a row-split embedding."""
     return type(placement) is not Partial and placement.is_partial()
 
 
@@ -194,7 +194,7 @@ def _whole_where_odd(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def _source(spec: DTensorSpec) -> Layout:
-    """Return the layout that the gradient of a DTensor with some spec is brought to, but for what is pending there."""
+    """Return the layout for the gradient of a DTensor with this spec, before its pending reductions are dropped."""
     if any(map(_is_odd, spec.placements)):
         mesh = Layout.from_device_mesh(spec.mesh)
         return mesh(*_whole_where_odd(spec.placements)).placement_to_tensor_map(len(spec.shape))
@@ -202,7 +202,7 @@ def _source(spec: DTensorSpec) -> Layout:
 
 
 def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size) -> torch.Tensor:
-    """Return this rank's shard of a tensor in another layout: `local` itself, or memory of its own."""
+    """Redistribute this rank's shard; return `local` itself or a tensor with separate memory."""
     if src is dst or (src == dst and src.mesh is dst.mesh):
         return local
     mesh = src.mesh
@@ -214,12 +214,12 @@ def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: to
     steps = plan_here(src, dst, shape, local.dtype, mesh)
     if not steps.steps and local.numel():
         return local
-    return drive(start(steps, local, mesh))  # also of no steps: an empty shard may get another shape
+    return drive(start(steps, local, mesh))  # even without steps, because an empty shard may change its shape
 
 
 @lru_cache(maxsize=4096)
 def shard_shape(layout: Layout, shape: torch.Size, rank: int) -> tuple[int, ...] | None:
-    """Return the shape of a rank's shard; None for a rank that is not on the mesh."""
+    """Return the shape of a rank's shard; None for a rank outside the mesh."""
     return layout.local_shape(shape, rank) if rank in layout.rank_list else None
 
 
@@ -237,7 +237,7 @@ def _check_shard(local: torch.Tensor, produced: Layout, shape: torch.Size) -> No
 
 
 def wrapped(local: torch.Tensor, layout: Layout, shape: torch.Size) -> DTensor:
-    """Return a DTensor of a rank's shard, which records no gradient: as `build` does, in a tenth of the time."""
+    """Wrap a rank's shard as a DTensor without a gradient, as `build` does, in a tenth of the time."""
     names, placements = torch_form(layout, shape)
     mesh = layout.mesh
     assert mesh is not None, "the callers see to a mesh"
@@ -260,12 +260,12 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
 def _spec_fields(
     placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[str, Any], ...]:
-    """Return what torch keeps about DTensors, on whichever mesh: making it anew is most of the time of an exit."""
+    """Return the fields of a DTensorSpec, on any mesh; cached, because making them dominates the time of an exit."""
     spec = DTensorSpec(cast(Any, None), placements, tensor_meta=TensorMeta(shape, stride, dtype))
     return tuple(vars(spec).items())
 
 
-# -- the shape of a tensor that ranks hold shards of: exchanged, and never guessed -------------------------------------
+# -- the global shape of shards: exchanged between ranks, never guessed ------------------------------------------------
 
 
 _MOST_DIMS = 32
@@ -273,17 +273,17 @@ _MOST_DIMS = 32
 
 @runs_eagerly
 def agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """Return the global shape of which every rank's shard is one in a layout; all ranks of the mesh call it.
+    """Compute the global shape from every rank's shard in a layout; all ranks of the mesh call it.
 
     Communication: one all_gather of 33 integers per rank.
 
     Args:
         asked: the start of an error message, "cannot ...".
         local: this rank's shard.
-        layout: which shard that is, with a mesh.
+        layout: the layout of the shards, with a mesh.
 
     Raises:
-        ValueError: no shape has these shards, as when a dim is split into others than `torch.chunk` would make.
+        ValueError: no shape has these shards, e.g. because a dim is not split as `torch.chunk` splits it.
     """
     ranks = tuple(layout.rank_list)
     shards = _all_shapes(local, layout)
@@ -313,34 +313,34 @@ def _whole(dim: int, chain: tuple[int, ...], shards: list[tuple[int, ...]], layo
 
 
 def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
-    """Return the shape of every rank's shard, in the order of the layout's ranks."""
+    """Gather the shape of every rank's shard, in the order of the layout's ranks."""
     mesh = layout.mesh
     assert mesh is not None, "the callers see to a mesh"
     ranks = tuple(sorted(layout.rank_list))
     mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim())]
-    device = device_of(local, mesh)  # not meta: its values are read
+    device = device_of(local, mesh)  # not meta, because its values are read
     rows = dict(zip(ranks, gather_numbers(mine, group_of(ranks, layout.alias_name, mesh), device), strict=True))
     return [tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.rank_list]
 
 
-# -- from one module on local tensors to the next, inside of a third ---------------------------------------------------
-# What such a module returns stays a plain tensor and carries a mark of its layout, for the next one whose input is
-# declared: the communication between two layouts is then one operation of autograd from shard to shard, and no DTensor
-# is made. The gradient of what carries a mark has its layout, and is replicated where it is.
+# -- from one local module to the next, inside of a third --------------------------------------------------------------
+# The results of such a module stay plain tensors and carry a mark of their layout, for the next module with a declared
+# input. The communication between two layouts is then one autograd operation from shard to shard, without a DTensor.
+# The gradient of a marked tensor has the layout of the tensor, with the full gradient for each pending copy.
 
 
 _NAME = "_hyper_parallel_layout"
 
 
 class LayoutMark(NamedTuple):
-    """What a plain tensor is a shard of: a layout and the full tensor's sizes, in elements."""
+    """The layout of a plain tensor's shard, and the full tensor's sizes in elements."""
 
     layout: Layout
     shape: torch.Size
 
 
 def mark_of(shard: torch.Tensor) -> LayoutMark | None:
-    """Return the mark of a plain tensor; what an operation returns has none."""
+    """Return the mark of a plain tensor; None for results of operations, which carry no mark."""
     return cast("LayoutMark | None", shard.__dict__.get(_NAME))
 
 
@@ -352,16 +352,16 @@ def marked(shard: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tens
 
 @runs_eagerly
 def cross(shard: torch.Tensor, mark: LayoutMark, target: Layout, grad_layout: Layout | None) -> torch.Tensor:
-    """Return this rank's shard in another layout.
+    """Redistribute this rank's marked shard to another layout.
 
-    Forward: as `redistribute`. Backward: one redistribution, from `grad_layout` to the layout of the shard; where
-    that is a copy to reduce, to the full gradient.
+    Forward: as `redistribute`. Backward: one redistribution from `grad_layout` to the layout of the shard; for pending
+    copies, to the full gradient.
 
     Args:
         shard: this rank's shard.
-        mark: what it is a shard of.
-        target: the layout wanted.
-        grad_layout: how gradients of what is returned lie; None: as that.
+        mark: the layout of the shard, and the full sizes.
+        target: the layout of the result.
+        grad_layout: layout of the result's gradients; None: as the result.
     """
     given = grad_layout or target.reset_partial()
     if mark.layout == target and not given.is_partial():
@@ -387,28 +387,28 @@ class _Cross(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         layout, shape = ctx.mark
-        if torch.is_grad_enabled():  # someone differentiates what happens here
+        if torch.is_grad_enabled():  # second derivatives are recorded
             return cross(grad, LayoutMark(ctx.given, shape), layout.reset_partial(), None), None, None, None
         return local_redistributed(waited_for(grad), ctx.given, layout.reset_partial(), shape), None, None, None
 
 
 # -- inputs that backward gathers again --------------------------------------------------------------------------------
-# With sequence parallelism the gathered input of a split module is what costs most memory per rank: it alone is not
-# split over tp. Its shard is kept in its place (Korthikanti et al. 2022, section 4.2.2).
+# With sequence parallelism, the gathered input of a split module takes the most memory per rank, because only it is not
+# split over tp. autograd keeps its shard in its place (Korthikanti et al. 2022, section 4.2.2).
 #
-#     forward    gather -> the module's operations, of which autograd keeps the shard in place of the gathered input
-#     backward   gradient of the output arrives: the gather starts -> gradients of what comes last in the module
-#                -> the first use of the input waits for it, the others share it
+#     forward    gather -> the module's operations; autograd saves the shard in place of the gathered input
+#     backward   gradient of the output arrives: start the gather -> gradients of the module's last operations
+#                -> the first use of the input waits for the gather, the others share it
 
 
 class _Regather:
-    """A gathered input, of which autograd keeps the shard.
+    """A gathered input whose shard autograd keeps in its place.
 
     Args:
         where: the module, for messages.
-        gathered: the input as the module gets it.
-        held: the shard that it was gathered from.
-        src: the layout of that.
+        gathered: the input as passed to the module.
+        held: the shard before the gather.
+        src: the layout of `held`.
         dst: the layout of `gathered`.
         shape: the full tensor's sizes.
     """
@@ -425,13 +425,13 @@ class _Regather:
         self._result: torch.Tensor | None = None
 
     def use(self) -> _Regather:
-        """Count one more tensor that backward will ask for."""
+        """Count one more saved tensor that backward will unpack."""
         self._uses += 1
         self._left += 1
         return self
 
     def start(self) -> None:
-        """Start to gather, unless that is under way or done."""
+        """Start the gather, unless it is under way or complete."""
         if not self._uses or self._working is not None or self._result is not None:
             return
         if self._held._version != self._version:
@@ -446,11 +446,11 @@ class _Regather:
             self._working = start(steps, self._held, mesh)
             try:
                 self._first = next(self._working)
-            except StopIteration as end:  # an exchange in which this rank has no part
+            except StopIteration as end:  # this rank takes no part in the exchange
                 self._result = end.value
 
     def take(self) -> torch.Tensor:
-        """Return the gathered input to one of its uses; the last one lets go of it."""
+        """Return the gathered input to one of its uses; the last use frees it."""
         self.start()
         if self._first is not None:
             with torch.no_grad():
@@ -461,19 +461,19 @@ class _Regather:
         assert result is not None, "gathered just now, or for an earlier use"
         assert (result.stride(), result.storage_offset()) == self._form, "the same plan gives the same memory format"
         self._left -= 1
-        if not self._left:  # once more, should the graph be kept for a second backward
+        if not self._left:  # gather again if a retained graph has a second backward
             self._result, self._left = None, self._uses
         return result
 
 
 def _gathers(src: Layout, dst: Layout) -> bool:
-    """Return whether an axis no longer splits: seen from layouts, as the shards of some ranks may be empty or all."""
+    """Return True if some axis no longer splits, by layouts, because shards may be empty or whole on some ranks."""
     specs = zip(src.mesh_shape, src._specs or (), dst._specs or (), strict=True)
     return any(size > 1 and before is not None and after is None for size, before, after in specs)
 
 
 class _SavedView(NamedTuple):
-    """How a saved tensor lies in the memory of a gathered input."""
+    """A saved tensor as a view of the memory of a gathered input."""
 
     regather: _Regather
     size: torch.Size
@@ -482,7 +482,7 @@ class _SavedView(NamedTuple):
 
 
 class _GatheredInput(NamedTuple):
-    """A gathered input during forward: its memory stays its own for as long as it is here."""
+    """A gathered input during forward. Holding it keeps its memory from being reused."""
 
     gathered: torch.Tensor
     version: int
@@ -490,7 +490,7 @@ class _GatheredInput(NamedTuple):
 
 
 class ReshardedInputs:
-    """The gathered inputs of one call of a module, which autograd does not keep.
+    """The gathered inputs of one module call that autograd does not keep.
 
     Args:
         where: the module, for messages.
@@ -503,9 +503,9 @@ class ReshardedInputs:
 
     @classmethod
     def of(cls, where: str) -> ReshardedInputs | None:
-        """Return one for a call that starts, or None where nothing is kept, or another decides what is.
+        """Return an instance for a new call; None without gradients, or if other hooks decide about saved tensors.
 
-        Inside of a checkpoint the second computation gathers again anyway, and what is offloaded takes no memory here.
+        In a checkpoint, recomputing gathers again anyway. With offloading, saved tensors take no device memory.
 
         Args:
             where: the module, for messages.
@@ -516,8 +516,8 @@ class ReshardedInputs:
         """Note an input, if it was gathered.
 
         Args:
-            gathered: as the module gets it.
-            x: what it was made from, a DTensor or a tensor with a mark.
+            gathered: the input as passed to the module.
+            x: its source, a DTensor or a marked tensor.
             target: the layout of `gathered`.
         """
         if isinstance(x, DTensor):
@@ -533,21 +533,21 @@ class ReshardedInputs:
             self._noted[gathered.untyped_storage()._cdata] = _GatheredInput(gathered, gathered._version, regather)
 
     def begin(self) -> None:
-        """Exchange what autograd saves from here on."""
+        """Start to replace saved tensors that are views of gathered inputs."""
         if self._noted:
             self._hooks = saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
 
     def end(self, result: Any) -> None:
-        """Leave autograd to itself again, and let the gradient of a result start the gathers.
+        """Stop replacing saved tensors, and let the gradient of a result start the gathers.
 
         Args:
-            result: what the module's code has returned; None if it has raised.
+            result: the module's return value; None if it has raised.
         """
         if self._hooks is None:
             return
         self._hooks.__exit__(None, None, None)
-        # Weak, as the hook lives as long as the graph, which may be longer than what autograd has saved.
+        # Weak, because the hook lives as long as the graph, possibly longer than the saved tensors.
         gathers = [weakref.ref(noted.regather) for noted in self._noted.values()]
         self._noted.clear()
 
@@ -562,12 +562,12 @@ class ReshardedInputs:
             outputs[0].register_hook(start_all)
 
     def _pack(self, saved: torch.Tensor) -> Any:
-        if isinstance(saved, (DTensor, AsyncCollectiveTensor)):  # without memory of their own
+        if isinstance(saved, (DTensor, AsyncCollectiveTensor)):  # wrappers without memory
             return saved
         noted = self._noted.get(saved.untyped_storage()._cdata)
         if noted is None or noted.gathered.dtype != saved.dtype or saved.is_conj() or saved.is_neg():
             return saved
-        if noted.gathered._version != noted.version:  # no longer what was gathered
+        if noted.gathered._version != noted.version:  # changed in place since the gather
             return saved
         return _SavedView(noted.regather.use(), saved.size(), saved.stride(), saved.storage_offset())
 

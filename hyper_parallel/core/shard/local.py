@@ -1,7 +1,7 @@
 """Hand-written parallel code on local tensors inside a sharded model: `custom_shard`.
 
-torch's `local_map` is the model. What differs: inputs are brought to their layouts, a gradient that could mean two
-things is an error and no guess, the way back is one communication, and shards may be uneven.
+It follows torch's `local_map`, with these differences: inputs are redistributed, ambiguous gradients are errors, each
+gradient takes one communication, and shards may be uneven.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def custom_shard(
     out_shapes: Any = None,
     in_grad_layouts: Any = None,
 ) -> Callable[..., Any]:
-    """Return a function of DTensors that runs `fn` on this rank's shards of them.
+    """Make a function of DTensors that runs `fn` on this rank's shards.
 
         def rows_times_columns(x, w):  # w: this rank's rows of the weight
             return x @ w
@@ -48,9 +48,9 @@ def custom_shard(
         )
         y = matmul(x, w)
 
-    A DTensor is redistributed to its layout, and `fn` gets the shard of it that is this rank's. Anything else `fn` gets
-    as it is. What `fn` returns is put together to DTensors, in the container it comes in. If no argument with a layout
-    is a DTensor, the result is returned as it is: the same function runs on one device.
+    DTensors are redistributed to their layouts, and `fn` gets this rank's shards of them; other arguments pass
+    unchanged. The outputs become DTensors in the same container. If no argument with a layout is a DTensor, the outputs
+    are returned unchanged, because the same function then runs on one device.
 
     Gradients. Over each axis of the mesh, the gradient of an input's shard is
 
@@ -60,35 +60,35 @@ def custom_shard(
     | pending as a sum | | the full one, equal on all ranks |
     | replicated | are all replicated | the full one: the ranks repeat the same work |
     | replicated | are all split or pending | to be added: each rank has done a share of the work |
-    | replicated | differ in this | refused before anything runs, unless `in_grad_layouts` says it |
+    | replicated | differ in this | refused before `fn` runs, unless `in_grad_layouts` has it |
 
-    The gradients of a pending average are added; a pending max, min or prod is refused. Outputs without a layout do not
-    count here, and are refused afterwards if they want a gradient which would depend on it. An output
-    that is replicated, or of which ranks have copies to add, gives each of them its full gradient. Tensors that
-    `fn` does not get as arguments have no rule: pass weights as arguments.
+    Gradients of a pending average are added; a pending max, min or prod is refused. Outputs without a layout are
+    ignored here, and are refused afterwards if they require a gradient that depends on the table. Each rank gets the
+    full gradient of a replicated output and of a pending sum. The table covers arguments only, so pass weights
+    as arguments.
 
-    Communication: forward one redistribution per input that is in another layout; where `out_shapes` does not say how
-    large outputs are, also one exchange of shapes for each that is split. Backward one redistribution per input, from
-    what the table says to the input's layout, and one per output whose gradient arrives in another layout.
+    Communication, forward: one redistribution per input in another layout, and one exchange of shapes per split output
+    without `out_shapes`. Backward: one redistribution per input, from the layout in the table to the input's layout,
+    and one per output whose gradient arrives in another layout.
 
     Args:
         fn: the code for one rank.
         device_mesh: the mesh of all layouts.
         in_layouts: as in `ShardingPlan`: one layout, for the first argument; a list by position; or a dict by name.
-            None: the argument is passed as it is, DTensors too.
-        out_layouts: one layout; a list where `fn` returns a list or tuple; a dict where it returns a mapping. None:
-            the output is returned as it is.
-        out_shapes: sizes of the whole outputs, in elements: one shape, a list or a dict of them, as `out_layouts` is
-            built; or a function of the arguments, as they were given, that returns these. None, also for one of
-            several: the ranks exchange the shapes of their shards.
-        in_grad_layouts: layouts of gradients, as `in_layouts` is built, for what the table refuses or gets wrong: split
-            as the input is, and `partial={"tp": "sum"}` where gradients are to be added. None: as in the table.
+            None: the argument is passed unchanged, even a DTensor.
+        out_layouts: one layout; a list if `fn` returns a list or tuple; a dict if it returns a mapping. None: the
+            output is returned unchanged.
+        out_shapes: full sizes of the outputs, in elements: one shape, or a list or dict of shapes nested as
+            `out_layouts`; or a function of the original arguments that returns these. None, also for one of several:
+            the ranks exchange the shapes of their shards.
+        in_grad_layouts: layouts of gradients, nested as `in_layouts`, where the table refuses or is wrong: split as the
+            input, and e.g. `partial={"tp": "sum"}` where gradients are added. None: as in the table.
 
     Raises:
-        TypeError: fn is not callable; `device_mesh` no mesh; an output that is no plain tensor, where there is a layout
-            for it.
-        ValueError: layouts that cannot be read, for arguments that do not exist, or that do not fit a tensor; a
-            gradient that is refused; outputs built otherwise than their layouts, or of another shape than declared.
+        TypeError: fn is not callable; `device_mesh` is no mesh; an output with a layout is no plain tensor.
+        ValueError: layouts that cannot be read, that do not fit, or that are for missing arguments; a gradient that is
+            refused; outputs that are nested differently from their layouts, or that have another shape than
+            declared.
     """
     asked = f"cannot run {_name(fn)} on local shards"
     check(asked, "callable", "a function of local tensors", fn=fn)
@@ -100,13 +100,13 @@ def custom_shard(
 
 
 class _Input(NamedTuple):
-    """What is known about one input.
+    """Layouts of one input and of its gradient.
 
     Attributes:
-        layout: where it is to be.
-        grad_layout: how the gradients of its shards lie; None: not known.
-        unclear: axes over which that would be a guess.
-        by_rule: whether it follows from the outputs' layouts, and there is an axis over which it does.
+        layout: the target layout.
+        grad_layout: layout of the shards' gradients; None: ambiguous or unknown.
+        unclear: axes over which the gradient is ambiguous.
+        by_rule: True if the outputs' layouts decide `grad_layout` over some axis.
     """
 
     layout: Layout
@@ -117,7 +117,7 @@ class _Input(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The places of the inputs, and what is known about each by the identity of its layout: equal ones can differ."""
+    """The places of the inputs, and their `_Input`s by layout id, because equal layouts can have different ones."""
 
     places: Sequence[ArgumentLayout]
     known: Mapping[int, _Input]
@@ -125,7 +125,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Code:
-    """A function, and what goes into and comes out of it."""
+    """A function with the layouts of its inputs and outputs."""
 
     asked: str
     fn: Callable[..., Any]
@@ -159,7 +159,7 @@ class _Code:
     def _spread(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], move: Callable[[Any, Layout], Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with `move` applied to those that have layouts."""
+        """Apply `move` to the arguments that have layouts."""
         values, named = list(args), dict(kwargs)
         for index, name, tree in self.inputs.places:
             where: Any = values if index is not None and index < len(values) else named
@@ -203,7 +203,7 @@ class _Code:
 
 
 def _own(tree: LayoutTree) -> Any:
-    """Return the tree with a layout object of its own in each place."""
+    """Copy a tree, with a separate layout object in each place."""
     return map_tree(tree, lambda layout: layout._with(layout._splits, layout._specs, layout._partial))
 
 
@@ -223,7 +223,7 @@ def _read_inputs(
 
 
 def _match(asked: str, tree: Any, grads: Any, outs: Sequence[Layout], known: dict[int, _Input]) -> None:
-    """Fill in what is known about the inputs of a tree."""
+    """Fill `known` with the inputs of a tree."""
     if isinstance(tree, Layout) and grads is None:
         known[id(tree)] = _by_rule(tree, outs)
     elif isinstance(tree, Layout) and isinstance(grads, Layout):
@@ -243,7 +243,7 @@ def _match(asked: str, tree: Any, grads: Any, outs: Sequence[Layout], known: dic
 
 
 def _by_rule(layout: Layout, outs: Sequence[Layout]) -> _Input:
-    """Return what the outputs' layouts say about the gradient of an input; see the table in `custom_shard`."""
+    """Derive the gradient layout of an input from the outputs' layouts; see the table in `custom_shard`."""
     adding: list[str | None] = [None] * len(layout.mesh_shape)
     unclear, depends = [], False
     specs = layout._specs or ()
@@ -265,7 +265,7 @@ def _by_rule(layout: Layout, outs: Sequence[Layout]) -> _Input:
 
 
 class _Shapes:
-    """Puts outputs together to DTensors, of the shapes that were declared for a call."""
+    """Makes DTensors of one call's outputs, with the declared shapes."""
 
     def __init__(self, asked: str, tree: LayoutTree, shapes: Any, args: Any, kwargs: Any) -> None:
         self._asked = asked
@@ -273,7 +273,7 @@ class _Shapes:
         self._match(tree, shapes(*args, **kwargs) if callable(shapes) else shapes)
 
     def put_together(self, shard: Any, layout: Layout) -> DTensor:
-        """Return the DTensor of which an output is this rank's shard."""
+        """Make a DTensor of an output, which is this rank's shard."""
         if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
             blame = f"an output that has a layout is a {type(shard).__name__}, not a plain tensor"
             hint = "local tensors, or None in out_layouts for what is left alone"
@@ -316,14 +316,14 @@ def _checked_shape(asked: str, shape: Any, layout: Layout) -> tuple[int, ...]:
 
 
 def _left_alone(value: Any, tree: LayoutTree) -> Iterator[Any]:
-    """Yield the outputs that no layout is for."""
+    """Yield the outputs without a layout."""
     if tree is None:
         yield from tree_leaves(value)
     elif isinstance(tree, Mapping) and isinstance(value, Mapping):
         for name, each in value.items():
             yield from _left_alone(each, tree.get(name))
     elif isinstance(tree, tuple) and isinstance(value, (list, tuple)):
-        for each, part in zip(value, tree):  # noqa: B905 - of different lengths, they are refused right after
+        for each, part in zip(value, tree):  # noqa: B905 - different lengths are refused right after
             yield from _left_alone(each, part)
 
 

@@ -1,8 +1,8 @@
-"""Modules whose own code computes on local tensors: arguments and parameters are this rank's shards while it runs.
+"""Modules whose code computes on local tensors: its arguments and parameters are this rank's shards during a call.
 
-The layouts of the results decide how gradients of those shards are treated. Along an axis over which every
-result is replicated, ranks repeat the same work, and the gradient of a replicated argument is one gradient. Where no
-result is, each rank has done a share of the work, and the gradients are partial sums.
+The layouts of the results decide how gradients of the shards are treated. Along an axis over which every result is
+replicated, ranks repeat the same work, so that the gradient of a replicated argument is one gradient. If no result is
+replicated there, each rank has done a share of the work, so that the gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hyper_parallel.core.shard.spelling import LayoutTree, describe, leaves
 
 
 def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
-    """Return the axes over which ranks share the work instead of repeating it.
+    """Return the axes over which ranks share the work, not repeat it, e.g. the axes of a pending sum.
 
     >>> layout = Layout((2, 4), ("dp", "tp"))
     >>> sorted(shared_axes("", layout("dp", "None", partial={"tp": "sum"})))
@@ -48,10 +48,10 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
 
     Args:
         asked: the start of an error message, "cannot ...".
-        produced: the layouts of what the code returns.
+        produced: the layouts of the module's return values.
 
     Raises:
-        ValueError: over some axis one result is replicated, and another is not.
+        ValueError: one result is replicated over some axis, and another is not.
     """
     found = list(leaves(produced))
     shared = set[str]()
@@ -72,10 +72,10 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
 def _chunks_of(
     asked: str, given: int | tuple[int, int], inputs: LayoutTree, produced: LayoutTree, outputs: LayoutTree
 ) -> Chunks | None:
-    """Return how the rows of a module are cut; None where nothing travels.
+    """Return the layouts and count for a module in chunks; None if no axis of size > 1 communicates.
 
     Raises:
-        ValueError: the sum that the module returns is not scattered over a dim over which its input was gathered.
+        ValueError: the module's pending sum is not scattered over the dim over which its input is gathered.
     """
     trees = (inputs, produced, outputs)
     found = [next(iter(tree.values())) if isinstance(tree, Mapping) and len(tree) == 1 else tree for tree in trees]
@@ -123,14 +123,14 @@ def _shape_to_cut(asked: str, x: torch.Tensor, chunks: Chunks) -> tuple[int, ...
 
 
 def _live(axes: frozenset[str], produced: LayoutTree) -> list[str]:
-    """Return those of some axes that have more than one rank, in the order of the mesh."""
+    """Return the axes in `axes` of size > 1, in mesh order."""
     layout = next(leaves(produced), None)
     sizes = () if layout is None else zip(layout.alias_name, layout.mesh_shape, strict=True)
     return [name for name, size in sizes if size > 1 and name in axes]
 
 
 class _Call(NamedTuple):
-    """A forward that is running: what shapes follow from, where shards stand in front of parameters, freed inputs."""
+    """A running forward: the key of its shapes, the parameters replaced by shards, its look-up and its freed inputs."""
 
     key: Any
     shown: Shown
@@ -139,19 +139,18 @@ class _Call(NamedTuple):
 
 
 class LocalModule:
-    """The hooks of one module that computes on local tensors.
+    """Hooks of one module that computes on local tensors.
 
     Args:
         name: the module's path.
-        module: it.
-        produced: the layouts of what its code returns.
-        inputs: the layouts to bring its arguments to.
-        outputs: the layouts to bring its results to.
-        region: the others of the model; inside of another one, plain tensors come and go.
-        wraps: whether a plain tensor is accepted as a shard of a declared input, of which nothing says what it is.
-        reshards: whether backward gathers inputs again that were gathered, in place of keeping them.
-        chunks: how many the rows are cut into, of which one travels while another is computed, and maybe along which
-            dim; None: they are not.
+        module: the module.
+        produced: the layouts of its return values.
+        inputs: the target layouts of its arguments.
+        outputs: the target layouts of its results.
+        region: state shared by all such modules of the model; tensors stay plain inside of an outer one.
+        wraps: True to accept a plain tensor without a mark as a shard of a declared input.
+        reshards: True to gather gathered inputs again in backward in place of keeping them.
+        chunks: number of chunks of the rows, or a pair of it and the dim to cut; None: no chunks.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class LocalModule:
                 blame = "its input would be gathered again whole, and it is gathered in chunks"
                 seen = f"chunks: {chunks}   reshard_inputs: it is named there"
                 raise InvalidValue(f"cannot run {self.where} in chunks", blame, seen, "one of the two")
-        if self.chunks is not None:  # what goes in and what comes out is split: in between, `in_chunks` communicates
+        if self.chunks is not None:  # inputs and outputs stay split, because `in_chunks` communicates
             produced = outputs = self.chunks.split
             inputs = dict.fromkeys(inputs, produced) if isinstance(inputs, Mapping) else produced
         self.produced, self.outputs = produced, outputs
@@ -186,17 +185,17 @@ class LocalModule:
         self.wraps, self.region, self.is_inner = wraps, region, region.has_outer(name)
         self._parameters = LocalParameters(self._grad_layout, region, self.where, _live(self.shared, produced))
         self._is_split = any(spec is not None for layout in leaves(produced) for spec in layout._specs or ())
-        self._shapes: dict[Any, tuple[int, ...]] = {}  # global shapes that the ranks have agreed on
+        self._shapes: dict[Any, tuple[int, ...]] = {}  # global shapes that the ranks agreed on
         self._running: list[_Call] = []
-        self._bare, self._seen_bare = 0, set[int]()  # how many inputs of a call nothing said the layout of
+        self._bare, self._seen_bare = 0, set[int]()  # inputs of a call without a known layout
         self._reshards = reshards
-        self._resharded: ReshardedInputs | None = None  # of the call whose arguments are being taken
+        self._resharded: ReshardedInputs | None = None  # of the call that is entering
         self._grads: dict[Layout, Layout | None] = {}
         self._layouts: dict[Any, tuple[DeviceMesh, Layout]] = {}
 
     @runs_eagerly
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take this rank's shards of arguments and parameters."""
+        """Replace arguments and parameters by this rank's shards."""
         is_inside = bool(self.region.running)
         key = self._key((args, *kwargs.values()))
         self._bare = 0
@@ -216,8 +215,8 @@ class LocalModule:
 
     @runs_eagerly
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Put DTensors together from the shards that were returned; also called when the code has raised."""
-        if not self._running:  # not even the arguments could be taken
+        """Make DTensors of the returned shards; also called if the module has raised."""
+        if not self._running:  # `before` has raised
             return None
         call = self._running.pop()
         self.region.running.pop()
@@ -230,16 +229,16 @@ class LocalModule:
 
     @calls_compiled
     def in_chunks(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Call the module's own code with one chunk of the rows after another.
+        """Call the module's code chunk by chunk.
 
         Args:
-            forward: that code.
-            args: a tensor, this rank's shard, unless it is given by name; with `Chunks.along` also others, of which
-                each chunk gets all.
-            kwargs: likewise.
+            forward: the module's code.
+            args: this rank's shard of the tensor to cut, unless given by name. With `Chunks.along` also other
+                arguments, which every chunk gets whole.
+            kwargs: the same by name.
 
         Raises:
-            TypeError: the input is no tensor, or there are others without `along`; other results.
+            TypeError: the input is no tensor; there are other arguments without `along`; the result is no such tensor.
             ValueError: a tensor of too few dims.
         """
         assert self.chunks is not None, "it is called where there are some"
@@ -265,10 +264,10 @@ class LocalModule:
         return in_chunks(computed, x, _shape_to_cut(asked, x, self.chunks), self.chunks)
 
     def _key(self, values: tuple[Any, ...]) -> Any:
-        """Return what shapes follow from, the same on all ranks or another one on all; None: nothing of that kind.
+        """Return a key for global shapes, which changes on all ranks or on none; None: no such key.
 
-        Outside of all such modules these are the arguments' global shapes, which plain tensors alone do not tell: of
-        the shards of 7 and of 8 rows, those on rank 0 are equal in size. Inside, it is also how many calls came before.
+        The outermost module uses its arguments' global shapes, which plain tensors do not have: with 7 and with 8 rows,
+        rank 0 can hold shards of equal size. Inner modules add the number of earlier calls.
         """
         running = self.region.running
         if not running:
@@ -279,10 +278,10 @@ class LocalModule:
             return None
         return (running[0], self.region.calls, _shapes_of(values)) if self._is_split else running[0]
 
-    # -- going in ----------------------------------------------------------------------------------------------------
+    # -- entry -------------------------------------------------------------------------------------------------------
 
     def _entered(self, value: Any) -> Any:
-        """Take the shards of what no layout was declared for."""
+        """Take the shards of DTensors in arguments without a declared layout."""
         if isinstance(value, DTensor):
             return self._enter_as_it_is(value)
         if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
@@ -304,7 +303,7 @@ class LocalModule:
             hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that shard already"
             raise InvalidValue("cannot take the shard", blame, f"layout: {target}", hint)
         self._bare += 1
-        return self._wrapped(x, known) if self.wraps else x  # this rank's shard already
+        return self._wrapped(x, known) if self.wraps else x  # already this rank's shard
 
     def _noted(self, gathered: torch.Tensor, x: torch.Tensor, target: Layout) -> torch.Tensor:
         if self._resharded is not None:
@@ -312,7 +311,7 @@ class LocalModule:
         return gathered
 
     def _check_bare(self, *, is_inside: bool) -> None:
-        """Refuse to take for shards what had marks before: a reentrant checkpoint computes again with other tensors."""
+        """Refuse plain inputs that had marks before, because a reentrant checkpoint recomputes without marks."""
         if is_inside:
             self._seen_bare.add(self._bare)
         elif self._seen_bare and self._bare > max(self._seen_bare):
@@ -321,7 +320,7 @@ class LocalModule:
             raise InvalidValue(f"cannot take the inputs of {self.where}", blame, "inputs: plain tensors", hint)
 
     def _wrapped(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return a plain tensor as a shard in a layout; where the ranks share the work, its gradients are added."""
+        """Declare a plain tensor a shard of a layout; its gradients are added where the ranks share the work."""
         grad_layout = self._grad_layout(layout)
         if grad_layout is None or not grad_layout.is_partial() or not (torch.is_grad_enabled() and x.requires_grad):
             return x
@@ -334,17 +333,17 @@ class LocalModule:
         key = (id(spec.mesh), spec.placements, spec.shape)
         known = self._layouts.get(key)
         if known is None:
-            known = self._layouts[key] = spec.mesh, Layout.of(x)  # with the mesh, so that no other one gets its id
+            known = self._layouts[key] = spec.mesh, Layout.of(x)  # keeps the mesh, and so its id, alive
         return enter(x, known[1], self._grad_layout(known[1]))
 
     def _grad_layout(self, layout: Layout) -> Layout | None:
-        """Return the layout of the gradient of shards: theirs, with a sum pending where the ranks share the work."""
+        """Return the layout of shards' gradients: as the shards, with pending sums where the ranks share the work."""
         known = self._grads.get(layout)
         if known is None or known.mesh is not layout.mesh:
             known = self._grads[layout] = _grad_layout_of(layout, self.shared)
         return known
 
-    # -- coming out --------------------------------------------------------------------------------------------------
+    # -- exit --------------------------------------------------------------------------------------------------------
 
     def _leave(
         self, call: _Call, what: str, value: Any, produced: LayoutTree, wanted: LayoutTree, path: tuple[Any, ...]
@@ -399,14 +398,14 @@ class LocalModule:
     def _shape(
         self, call: _Call, what: str, shard: torch.Tensor, layout: Layout, path: tuple[Any, ...]
     ) -> tuple[int, ...]:
-        """Return the global shape, as the ranks exchanged it when it was first asked for."""
+        """Return the global shape, which the ranks exchange at the first call with this key."""
         if not any(layout.splits(shard.dim())):
             return tuple(shard.shape)
         key = (path, call.key)
         known = None if call.key is None else self._shapes.get(key)
         if known is None:
             known = self._shapes[key] = agreed_shape(f"cannot take the {what} as a local shard", shard, layout)
-        if not self.is_inner:  # `leave` looks at it
+        if not self.is_inner:  # `leave` checks it
             return known
         rank = dist.get_rank()
         if shard_shape(layout, torch.Size(known), rank) != tuple(shard.shape):
@@ -417,13 +416,14 @@ class LocalModule:
 
 
 def _grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
-    """Return the layout of the gradient of shards; None: as the shards.
+    """Return the layout of shards' gradients: as the shards, with pending sums over axes in `shared`.
 
     >>> layout = Layout((2, 4), ("dp", "tp"))
     >>> print(_grad_layout_of(layout("dp", "None"), frozenset({"tp"})))
     (dp) pending sum over tp on dp=2, tp=4
 
-    Of copies to be averaged each gets its share, and shares add up. Of others it depends on all ranks which counts.
+    Each copy of a pending average gets its share of the gradient, and shares add up. For a pending max, min or product,
+    the gradient depends on the copies of all ranks.
 
     Raises:
         ValueError: a max, min or product is pending.
@@ -444,7 +444,7 @@ def _grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
 
 
 def resolved(layout: Layout, ndim: int) -> Layout:
-    """Return a layout with the dims that it counts from the end counted from the start."""
+    """Return a layout with dims counted from the start, e.g. 1 in place of -1 for two dims."""
     if all(spec is None or spec[0] >= 0 for spec in layout._specs or ()):
         return layout
     return layout.placement_to_tensor_map(ndim)
@@ -452,7 +452,7 @@ def resolved(layout: Layout, ndim: int) -> Layout:
 
 def _entries(layout: Layout) -> tuple[Any, ...]:
     written = layout.alias_placements
-    if written is not None:  # not the last "None"s: what is made of them is kept for equal layouts of fewer dims, too
+    if written is not None:  # without trailing "None"s: the cache key also serves fewer dims
         return written[: max((dim + 1 for dim, entry in enumerate(written) if entry != "None"), default=0)]
     specs = layout._specs or ()
     ndim = max((spec[0] + 1 for spec in specs if spec is not None), default=0)
@@ -470,7 +470,7 @@ def _shapes_of(values: Any) -> tuple[Any, ...]:
         elif isinstance(value, Mapping):
             found.append(_shapes_of(list(value.values())))
         elif value is None or isinstance(value, (bool, str)):
-            found.append(value)  # not numbers, of which a rank may have its own, so that only some would ask again
+            found.append(value)  # no numbers: if they differ by rank, only some ranks would exchange shapes
     return tuple(found)
 
 
@@ -487,17 +487,17 @@ def _holds_dtensor(values: Any) -> bool:
     return False
 
 
-# -- embeddings whose table is split over the vocabulary ---------------------------------------------------------------
-# Each rank looks up the tokens that it has rows of. The other tokens get zeros, so that the sum over the ranks is the
+# -- embeddings split over the vocabulary ------------------------------------------------------------------------------
+# Each rank looks up the tokens whose rows it holds. Other tokens get zeros, so that the sum over the ranks is the
 # result (Megatron-LM, Shoeybi et al. 2019, section 3).
 
 
 class Lookup(NamedTuple):
-    """A look-up under way.
+    """State of a look-up between `begin_lookup` and `end_lookup`.
 
     Attributes:
-        outside: which tokens other ranks have rows of.
-        padding_idx: the module's own, to put back.
+        outside: True for tokens whose rows other ranks hold.
+        padding_idx: the module's original value, to restore.
     """
 
     outside: torch.Tensor
@@ -507,19 +507,19 @@ class Lookup(NamedTuple):
 def begin_lookup(
     where: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Lookup | None]:
-    """Number the tokens as this rank's rows are numbered, if the module is an embedding split over its vocabulary.
+    """Shift token ids to this rank's rows, if the module is an embedding split over its vocabulary.
 
     Args:
         where: the module, for messages.
-        module: any.
-        args: what it is called with.
-        kwargs: likewise.
+        module: any module.
+        args: positional arguments of its call.
+        kwargs: keyword arguments of its call.
 
     Returns:
-        The arguments, and what `end_lookup` needs.
+        The arguments, and the state for `end_lookup`; None as state for other modules.
 
     Raises:
-        ValueError: some rank has no rows; the embedding renormalises them, or has gradients of a kind that is refused.
+        ValueError: some rank has no rows; the embedding has `max_norm`, `scale_grad_by_freq` or `sparse`.
     """
     weight: Any = module._parameters.get("weight")
     if not isinstance(module, nn.Embedding) or not isinstance(weight, DTensor):
@@ -546,19 +546,19 @@ def begin_lookup(
 
 
 def end_lookup(module: nn.Module, lookup: Lookup, result: torch.Tensor | None) -> torch.Tensor | None:
-    """Put zeros where other ranks have the rows, and the module back as it was.
+    """Put zeros where other ranks have the rows, and restore the module.
 
     Args:
         module: the embedding.
-        lookup: what `begin_lookup` returned.
-        result: what the module has looked up; None if it has raised.
+        lookup: the state from `begin_lookup`.
+        result: the module's result; None if it has raised.
     """
     module.padding_idx = lookup.padding_idx  # type: ignore[assignment]
     return None if result is None else result.masked_fill(lookup.outside.unsqueeze(-1), 0)
 
 
 def _check_options(asked: str, module: nn.Embedding, *, wants_gradient: bool) -> None:
-    """Refuse what depends on the tokens, or on the numbers, of other ranks."""
+    """Refuse options that depend on tokens or values of other ranks."""
     if module.max_norm is not None:
         blame = "rows are shards or copies on several ranks, and max_norm changes them in each forward"
         raise InvalidValue(asked, blame, f"max_norm: {module.max_norm}", "max_norm=None")

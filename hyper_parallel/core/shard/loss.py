@@ -1,10 +1,10 @@
-"""Cross entropy of logits that are split over the vocabulary, which are never gathered.
+"""Cross entropy of logits split over the vocabulary, without gathering them.
 
 For the logits z of a row and its target t, over the ranks that hold parts of z:
 
     m = max z        s = sum exp(z - m)        loss = log s - (z_t - m)        gradient = exp(z - m) / s - onehot(t)
 
-as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3), where only numbers per row are communicated.
+as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3), which communicates only a few numbers per row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return the cross entropy of logits, however they are split.
+    """Return the cross entropy of logits in any layout.
 
         loss = vocab_parallel_cross_entropy(logits, targets)  # logits: ("dp", "None", "tp")
 
@@ -44,31 +44,31 @@ def vocab_parallel_cross_entropy(
     >>> vocab_parallel_cross_entropy(logits, torch.tensor([0, 2]), reduction="none")
     tensor([0.4076, 1.0986])
 
-    The values are those of `torch.nn.functional.cross_entropy` on a single device, with the classes in the last dim.
-    They are computed in float32, in float64 for such logits, and returned so. A target that is no class makes its loss
-    NaN: which rank's it was, no other would know.
+    The values equal `torch.nn.functional.cross_entropy` on a single device, with the classes in the last dim. They are
+    computed and returned in float32, or in float64 for float64 logits. A target that is no class makes its loss NaN,
+    because no other rank would know that it is invalid.
 
-    Memory: what is kept for the backward pass are the logits, which are there anyway, and two numbers per row. Forward:
-    over the axes that split the vocabulary, one reduction of a maximum per row, and one of two sums per row, three with
-    label smoothing; for a mean, one of two numbers over the axes that split the rows. Logits that are pending are
-    reduced into parts of the vocabulary. Backward: no communication, but for logits that were pending.
+    Memory for backward: the logits themselves and two numbers per row. Forward: over the axes that split the vocabulary
+    one max and one sum of two numbers per row (three with label smoothing); for a mean, also one sum of two numbers
+    over the axes that split the rows. Pending logits are reduce-scattered over the vocabulary. Backward: no
+    communication, except for logits that were pending.
 
     Args:
-        logits: a DTensor of shape (..., vocab) in any layout, uneven ones as well; or a plain tensor.
-        targets: class indices of shape (...): a DTensor in any layout; or a plain tensor, of all rows, equal on every
+        logits: a DTensor of shape (..., vocab) in any layout, also uneven; or a plain tensor.
+        targets: class indices of shape (...): a DTensor in any layout; or a plain tensor of all rows, equal on every
             rank, or of this rank's rows.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
-        ignore_index: the target of rows that do not count.
-        label_smoothing: how much of the target's weight is spread evenly over all classes, from 0 to 1.
+        ignore_index: the target of rows without a loss.
+        label_smoothing: share of the target's weight that is spread evenly over all classes, from 0 to 1.
 
     Returns:
-        For "mean", a DTensor without dims that every rank holds; for "sum", one that is pending over the axes that
-        split the rows; for "none", a DTensor of shape (...) that is split as the rows are. A plain tensor for plain
-        logits.
+        For "mean", a replicated DTensor without dims. For "sum", a DTensor without dims that is pending over the axes
+        that split the rows. For "none", a DTensor of shape (...), split as the rows. For plain logits, a plain
+        tensor.
 
     Raises:
         TypeError: logits or targets of another dtype.
-        ValueError: shapes that do not go together; a reduction or a smoothing that does not exist.
+        ValueError: shapes that do not match; an unknown reduction or a smoothing outside of 0 to 1.
     """
     index = _check_options(reduction, ignore_index, label_smoothing)
     _check_tensors(logits, targets)
@@ -92,11 +92,11 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class _Terms:
-    """What a loss is made of, apart from tensors.
+    """Parameters of a loss, apart from tensors.
 
     Attributes:
-        ignore_index: the target of rows that do not count.
-        smoothing: the share of the weight that is spread evenly over all classes.
+        ignore_index: the target of rows without a loss.
+        smoothing: share of the weight that is spread evenly over all classes.
         classes: the size of the vocabulary.
     """
 
@@ -107,15 +107,15 @@ class _Terms:
 
 @dataclass(frozen=True)
 class Logits:
-    """Where the logits are.
+    """The layout of logits.
 
     Attributes:
         base: the mesh.
-        logits: their layout, with nothing pending.
-        shape: their sizes.
+        logits: their layout, without pending reductions.
+        shape: their full sizes.
         split_classes: the axes that split the vocabulary.
         split_rows: the axes that split rows.
-        first: the first class that this rank has.
+        first: the first class on this rank.
     """
 
     base: Layout
@@ -127,7 +127,7 @@ class Logits:
 
     @classmethod
     def of(cls, logits: DTensor) -> Logits:
-        """Return where logits are to be: as they are, and what is pending is split over the vocabulary."""
+        """Return the target layout of logits: their own, with pending axes splitting the vocabulary."""
         layout, shape = Layout.of(logits), logits.shape
         base = Layout.from_device_mesh(logits.device_mesh)
         chains = [tuple(layout.alias_name[axis] for axis in chain) for chain in layout.splits(len(shape))]
@@ -138,12 +138,12 @@ class Logits:
         return cls(base, there, shape, chains[-1], tuple(name for chain in chains[:-1] for name in chain), first)
 
     def rows(self, lead: int = 0, partial: dict[str, str] | None = None) -> Layout:
-        """Return the layout of numbers per row, which stand behind some dims that are not split."""
+        """Return the layout of numbers per row, behind `lead` dims that are not split."""
         entries = self.logits.alias_placements or ()
         return self.base(*[None] * lead, *entries[:-1], partial=partial)
 
     def over_classes(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return numbers per row, reduced over the parts of the vocabulary; the first dim may be of several kinds."""
+        """Reduce numbers per row over the parts of the vocabulary; a leading dim may stack several kinds of numbers."""
         if not self.split_classes:
             return rows
         lead = rows.dim() - len(self.shape) + 1
@@ -153,7 +153,7 @@ class Logits:
         )
 
     def over_rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return sums over all rows of sums over this rank's."""
+        """Sum numbers, which are this rank's sums over its rows, over all rows."""
         if not self.split_rows:
             return numbers
         pending = self.base(partial=dict.fromkeys(self.split_rows, "sum"))
@@ -161,7 +161,7 @@ class Logits:
 
 
 class _RowLosses(torch.autograd.Function):
-    """One loss per row, from this rank's part of the logits."""
+    """One loss per row, computed from this rank's part of the logits."""
 
     @staticmethod
     def forward(
@@ -206,7 +206,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over the rows of all ranks, from this rank's sum and number of rows."""
+    """The mean over the rows of all ranks, computed from each rank's sum and number of rows."""
 
     @staticmethod
     def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, where: Logits | None) -> torch.Tensor:
@@ -222,19 +222,19 @@ class _Mean(torch.autograd.Function):
 
 
 def _greatest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of each row; of no classes at all, it is the least there is."""
+    """Return the maximum of each row; -inf on a rank without classes."""
     return logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
 
 def target_places(targets: torch.Tensor, first: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where a part of the vocabulary has the targets, with a dim of size 1 at the end, and whether it does."""
+    """Return the targets' indices in a part of the vocabulary, as (..., 1), and a mask of the targets in it."""
     place = targets - first
     mine = (place >= 0) & (place < classes)
     return place.masked_fill(~mine, 0).unsqueeze(-1), mine
 
 
 def _at(rows: torch.Tensor, place: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-    """Return the numbers at some places of a part of the vocabulary, 0 for what is elsewhere."""
+    """Return the numbers at some places of a part of the vocabulary, 0 for targets outside of it."""
     if not rows.shape[-1]:
         return rows.sum(-1)
     found = rows.gather(-1, place).squeeze(-1)
@@ -283,7 +283,7 @@ def _check_tensors(logits: torch.Tensor, targets: torch.Tensor) -> None:
 
 def _check_options(reduction: object, ignore_index: Any, label_smoothing: Any) -> int:
     index = read_int(_ASKED, "ignore_index", ignore_index)
-    check(_ASKED, "float", label_smoothing=label_smoothing)  # True would be 1.0, which learns nothing
+    check(_ASKED, "float", label_smoothing=label_smoothing)  # refuses True, which would be 1.0 and learn nothing
     check_choice(_ASKED, "reduction", reduction, _REDUCTIONS)
     seen = f"reduction: {reduction!r}   ignore_index: {ignore_index!r}   label_smoothing: {label_smoothing!r}"
     if not 0 <= label_smoothing <= 1:

@@ -9,7 +9,7 @@
 
     [input_plan]
     "layers.*.mlp.input" = "dp,None,None"       # one layout
-    "attention.input" = ["dp,None,None", "-"]   # several by position, "-" leaves one alone
+    "attention.input" = ["dp,None,None", "-"]   # several by position, "-" for no layout
     "loss.input" = {logits = "dp,None,tp"}      # several by name
 
     [local_plan]
@@ -57,14 +57,14 @@ def load_plan(path: str | Path, mesh: MeshLike) -> ShardingPlan:
 
     Args:
         path: the file.
-        mesh: the mesh that the layouts are on; a `Layout` without an assignment or "dp=2,tp=4" will do.
+        mesh: the mesh of the layouts: a DeviceMesh, a `Layout` without an assignment, or e.g. "dp=2,tp=4".
 
     Returns:
-        The plan, its layouts as `Layout`s on the mesh. Whether a model has what it names is known to `shard_module`.
+        The plan, with `Layout`s on the mesh. `shard_module` checks whether a model has its paths.
 
     Raises:
-        ValueError: the file is missing or is not TOML, a table or setting that does not exist (with the closest name),
-            a value of another type, a layout that does not parse, or not on this mesh. The message names the line.
+        ValueError: the file is missing or no TOML; an unknown table or setting (with the closest name); a value of the
+            wrong type; a layout that does not parse, or not on this mesh. The message names the line.
     """
     file, base = PLAN.read(path, "hyper-parallel verify --show-plan > plan.toml"), _base(mesh)
     fields: dict[str, Any] = {}
@@ -76,12 +76,12 @@ def load_plan(path: str | Path, mesh: MeshLike) -> ShardingPlan:
 
 
 def write_plan(plan: ShardingPlan, mesh: MeshLike, path: str | Path) -> None:
-    """Write a plan to a TOML file, from which `load_plan` reads the same.
+    """Write a plan to a TOML file that `load_plan` can read.
 
     Args:
         plan: the layouts of a model.
-        mesh: the mesh that the names of the plan are of; a `Layout` without an assignment or "dp=2,tp=4" will do.
-        path: the file; what is there is replaced.
+        mesh: the mesh of the plan's axis names: a DeviceMesh, a `Layout` without an assignment, or e.g. "dp=2,tp=4".
+        path: the file; an existing file is replaced.
 
     Raises:
         ValueError: as for `plan_text`.
@@ -106,10 +106,10 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
 
     Args:
         plan: the layouts of a model.
-        mesh: the mesh that the names of the plan are of; a `Layout` without an assignment or "dp=2,tp=4" will do.
+        mesh: the mesh of the plan's axis names: a DeviceMesh, a `Layout` without an assignment, or e.g. "dp=2,tp=4".
 
     Raises:
-        ValueError: an entry that is no layout on the mesh, or one that only torch's placements can say: a `Shard`
+        ValueError: an entry that is no layout on the mesh, or that only torch's placements can express, e.g. a `Shard`
             counted from the last dim.
     """
     base = _base(mesh)
@@ -174,7 +174,7 @@ def _entries(file: TomlFile, table: str, value: Any, base: Layout) -> dict[str, 
 
 
 def _check_key(file: TomlFile, table: str, key: str, entry: Any) -> None:
-    """Refuse a path without quotes, which TOML takes apart at its dots, and what belongs above or elsewhere."""
+    """Refuse a path without quotes, which TOML splits at its dots, and keys that belong above or in another table."""
     lines, number = file.text.splitlines(), file.line(table, key)
     if isinstance(entry, dict) and number and re.match(rf"\s*{re.escape(key)}\s*\.", lines[number - 1]):
         path = re.sub(r"\s", "", lines[number - 1].partition("=")[0])
@@ -189,7 +189,7 @@ def _check_key(file: TomlFile, table: str, key: str, entry: Any) -> None:
 
 
 def _layouts(place: str, value: Any, base: Layout) -> Any:
-    """Read a layout, several by position, or several by name, as a plan holds them."""
+    """Read a layout, a list by position, or a dict by name."""
     if isinstance(value, str):
         return _layout(place, value, base)
     if isinstance(value, (list, dict)) and value:

@@ -1,4 +1,4 @@
-"""This rank's shards of a module's parameters, shown in their place while the module's own code computes on them."""
+"""This rank's shards of a module's parameters, which replace the parameters while the module's code runs."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _FEWEST_TO_TIDY = 256
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Tell whether `fully_shard` or `hsdp` has been called on a module; they leave a mark in it."""
+    """Return True if `fully_shard` or `hsdp` was called on a module, which leaves a mark in it."""
     return "_hyper_parallel_unit" in module.__dict__ or "_hyper_parallel_traced_unit" in module.__dict__
 
 
 class Region:
-    """What the modules of one model share that compute on local tensors.
+    """State shared by the modules of one model that compute on local tensors.
 
     Attributes:
-        taken: whose memory the gradients of parameters are in.
-        paths: by module, the path of each of them.
-        running: what shapes follow from in the calls now running, the outermost first.
-        calls: how many began inside of the outermost one.
+        taken: the memory of parameters' gradients.
+        paths: the path of each of these modules.
+        running: shape keys of the calls now running, the outermost first.
+        calls: number of calls inside of the outermost one so far.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Region:
         self.calls = 0
 
     def has_outer(self, path: str) -> bool:
-        """Tell whether another one of them holds the module at a path."""
+        """Return True if another of these modules contains the module at a path."""
         return any(path != other and (other == "" or path.startswith(f"{other}.")) for other in self.paths.values())
 
     def owners(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield a module and those in it, but for what another one of them computes on."""
+        """Yield a module and its descendants, without descendants that take their own shards."""
         yield module
         for name, child in module._modules.items():
             if child is None or child in self.paths or OWN_PARTS in child.__dict__:
@@ -69,11 +69,11 @@ class Region:
 
 
 class Taken:
-    """Whose memory the gradients of parameters are in.
+    """The memory of parameters' gradients.
 
-    Two parameters may get one and the same tensor as the gradient of their shards, as the terms of a sum do. Each would
-    wrap it in a DTensor of its own, so that autograd would not see that they share memory, and clipping, which is in
-    place, would scale it twice. The second one to come gets a copy.
+    Two parameters may get the same tensor as gradient of their shards, e.g. as terms of a sum. Each would wrap it in
+    a separate DTensor, so autograd would not see the shared memory, and in-place clipping would scale it twice.
+    Therefore the second parameter gets a copy.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class Taken:
         self._tidy_at = _FEWEST_TO_TIDY
 
     def __reduce__(self) -> Any:
-        # The copy of a model has gradients of its own; and a reference that is copied is freed twice.
+        # A copied model has other gradients, and a copied StorageWeakRef would be freed twice.
         return Taken, ()
 
     def own(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return a gradient in memory that no other one of a parameter lives in."""
+        """Return a gradient, copied if its memory already holds another parameter's gradient."""
         storage = grad.untyped_storage()
         known = self._held.get(storage._cdata)
         if known is not None and not known.expired():
@@ -101,14 +101,14 @@ Place = tuple[nn.Module, str]
 
 
 class Shown(NamedTuple):
-    """A call's number among those of a module, and where shards stand in front of parameters in it."""
+    """The number of a module's call, and the places where shards replace parameters."""
 
     call: int
     places: list[Place]
 
 
 class _Known(NamedTuple):
-    """What has been worked out about one parameter, for as long as it has this spec."""
+    """Cached facts about one parameter, valid while it has this spec."""
 
     spec: DTensorSpec
     layout: Layout
@@ -118,11 +118,11 @@ class _Known(NamedTuple):
 
 
 class LocalParameters:
-    """The parameters of one module that computes on local tensors, with those of the modules in it that are none.
+    """The parameters of one module that computes on local tensors, including its descendants that do not.
 
     Args:
-        grad_layout: returns the layout of the gradients of a parameter's shards.
-        region: the others of the model.
+        grad_layout: function from a parameter's layout to the layout of its shards' gradients.
+        region: state shared by all such modules of the model.
         where: the module, for messages.
         shared: the axes over which its ranks share the work.
     """
@@ -134,10 +134,10 @@ class LocalParameters:
         self._where, self._shared = where, shared
         self._known: dict[tuple[int, str], _Known] = {}
         self._again = ShownAgain()
-        self._owners: list[nn.Module] | None = None  # known when first needed: `fully_shard` may be called until then
+        self._owners: list[nn.Module] | None = None  # set at the first call: until then `fully_shard` may be called
 
     def show(self, module: nn.Module) -> Shown:
-        """Put shards in front of the parameters, and return where; attributes of an instance come before parameters."""
+        """Replace parameters by shards and return the places; instance attributes hide entries of `_parameters`."""
         shown = Shown(self._again.begin_forward(), [])
         try:
             self._put_in_front(module, shown)
@@ -171,14 +171,14 @@ class LocalParameters:
                 owner.__dict__[name] = shard
 
     def hide(self, shown: Shown, results: Any) -> None:
-        """Take the shards of a call away, until backward comes to its results; None: it has raised."""
+        """Remove the shards of a call until its backward; results None: the call has raised."""
         if shown.places and results is not None and torch.is_grad_enabled():
             self._again.watch(shown.call, shown.places, results)
         hide(shown.places)
         self._again.end_forward()
 
     def _unknown(self, module: nn.Module, param: nn.Parameter) -> ValueError:
-        """Say that a parameter would get the gradient of this rank's share, so that copies of it drift apart."""
+        """Return the error for a parameter whose gradient is only this rank's share, as its copies would diverge."""
         name = next(name for name, each in module.named_parameters() if each is param)
         asked = f"cannot run {self._where} on local tensors"
         axes = ", ".join(map(repr, self._shared))
@@ -201,44 +201,44 @@ def _parameters(owner: nn.Module) -> list[tuple[str, Any]]:
 
 
 def hide(places: Sequence[Place]) -> None:
-    """Take away the shards that stand in front of parameters."""
+    """Remove the shards that replace parameters."""
     for owner, name in places:
         owner.__dict__.pop(name, None)
 
 
 class ShownAgain:
-    """Shards that stand in front of a module's parameters in backward, as they did in forward.
+    """Shards that replace a module's parameters again in backward.
 
-    An activation checkpoint around a section of the module's code computes it again in backward. There they stand
-    from the first gradient of a call's results on, until all gradients of its shards have come.
+    An activation checkpoint inside of the module recomputes its code in backward. The shards stay from the first
+    gradient of a call's results until all gradients of the shards have arrived.
     """
 
     def __init__(self) -> None:
-        self._backwards: dict[int, _CallInBackward] = {}  # of the calls that one is in, by number, the last one last
+        self._backwards: dict[int, _CallInBackward] = {}  # by number, the calls in backward, oldest first
         self._count, self._running = 0, 0
 
     def __reduce__(self) -> Any:
-        return ShownAgain, ()  # the copy of a module is in no backward
+        return ShownAgain, ()  # a copied module is in no backward
 
     def begin_forward(self) -> int:
-        """Hide them while a forward runs, which has its own; return the number of this call."""
+        """Remove them during a forward, which has other shards; return the number of this call."""
         self._hide()
         if torch._C._current_graph_task_id() == -1:
-            self._backwards = {}  # one that has failed leaves its shards
+            self._backwards = {}  # a failed backward leaves its shards
         self._running += 1
         self._count += 1
         return self._count
 
     def end_forward(self) -> None:
-        """Show them again."""
+        """Put them in place again."""
         self._running -= 1
         self._show()
 
     def watch(self, call: int, places: Sequence[Place], results: Any) -> None:
-        """Note what stands in front of the parameters in a call that now ends, for its backward."""
+        """Keep the shards of a call that now ends, for its backward."""
         begin = partial(self._begin, call, [(owner, name, owner.__dict__[name]) for owner, name in places])
         for result in tree_leaves(results):
-            # A leaf is the caller's own, on which hooks would stay.
+            # Not on leaves, because they belong to the caller, and the hooks would stay.
             if isinstance(result, torch.Tensor) and result.grad_fn is not None:
                 result.register_hook(begin)
 
@@ -254,16 +254,16 @@ class ShownAgain:
         self._show()
 
     def end(self, call: int) -> None:
-        """Hide the shards of a call, whose gradients have come: hooks of users may read parameters from now on."""
+        """Remove the shards of a call after their gradients, because hooks of users may read parameters from now on."""
         backward = self._backwards.get(call)
-        # A reentrant checkpoint has a backward of its own, after which others may come.
+        # A reentrant checkpoint runs a separate backward, and further gradients may follow it.
         if backward is not None and backward.task == torch._C._current_graph_task_id():
             self._hide()
             del self._backwards[call]
             self._show()
 
     def _end_all(self, task: int) -> None:
-        """Hide those of a backward that is through: of calls to whose parameters it has not come."""
+        """Remove the shards of a finished backward, including calls whose parameters it did not reach."""
         self._hide()
         self._backwards = {call: each for call, each in self._backwards.items() if each.task != task}
         self._show()
@@ -283,14 +283,14 @@ class ShownAgain:
 
 
 class _CallInBackward(NamedTuple):
-    """The backward that a call is in, by the number of its graph, and what stands where meanwhile."""
+    """The number of the graph task of a call's backward, and the shards to put in place meanwhile."""
 
     task: int
     shown: list[tuple[nn.Module, str, torch.Tensor]]
 
 
 class _Shards(torch.autograd.Function):
-    """DTensors in, this rank's shards of them out; the gradients go back as the parameters lie."""
+    """Takes this rank's shards of DTensors; its backward returns gradients in the parameters' layouts."""
 
     @staticmethod
     def forward(
@@ -314,13 +314,13 @@ class _Shards(torch.autograd.Function):
 def _back(grad: torch.Tensor, known: _Known, taken: Taken) -> DTensor:
     shape, layout = known.spec.shape, known.layout
     given = known.grad_layout or layout
-    if torch.is_grad_enabled():  # someone differentiates what happens here
+    if torch.is_grad_enabled():  # second derivatives are recorded
         full = FromLocal.apply(grad.clone(), given, shape, given.reset_partial())
         return redistribute(full, layout)
     if known.adds_up and given != layout and given.reset_partial() == layout:
-        return wrapped(taken.own(grad), given, shape)  # with others, in one all_reduce
+        return wrapped(taken.own(grad), given, shape)  # the engine reduces it together with others, in one all_reduce
     moved = taken.own(local_redistributed(grad, given, layout, shape))
     meta = known.spec.tensor_meta
     if moved.is_contiguous() and meta is not None and moved.dtype == meta.dtype and known.is_plain:
-        return DTensor(moved, known.spec, requires_grad=False)  # what torch keeps about the parameter fits
+        return DTensor(moved, known.spec, requires_grad=False)  # the parameter's spec fits
     return wrapped(moved, layout, shape)

@@ -1,4 +1,4 @@
-"""The layouts of a whole model as data: of its parameters, and of what goes into and comes out of its modules."""
+"""The layouts of a model as data: of its parameters, and of the inputs and outputs of its modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layou
 
 @dataclass
 class ShardingPlan:
-    """Which parameter, input and output of a model has which layout; `shard_module` makes it so.
+    """The layouts of a model's parameters, inputs and outputs; `shard_module` applies them.
 
         plan = ShardingPlan(
             plan={"mlp.w1.weight": ("tp", "None"), "mlp.w2.weight": ("None", "tp")},
@@ -30,30 +30,30 @@ class ShardingPlan:
         )
 
     One layout is a non-empty tuple of axis names, "None", None and tuples of names, one per dim; or of torch's
-    placements, one per axis; or a `Layout`. Several are a list by position, in which None leaves one alone, or a dict
-    by name. A tuple that holds tuples of placements or Layouts is read as a list; `(("dp", "None"), ("None", "tp"))` is
-    one layout, whose dims are split over two axes each.
+    placements, one per axis; or a `Layout`. Several layouts are a list by position, where None skips a tensor, or a
+    dict by name. A tuple of tuples of placements, or of Layouts, is read as a list. In contrast,
+    `(("dp", "None"), ("None", "tp"))` is one layout, whose dims are split over two axes each.
 
-    In paths `*` stands for one part, or a piece of one, and `**` for any number of parts: `layers.*.mlp.w1.weight`. An
-    exact path counts before one with `*`, and that before one with `**`. None values are skipped.
+    In paths `*` stands for one part, or a piece of one, and `**` for any number of parts, e.g.
+    `layers.*.mlp.w1.weight`. Exact paths win over paths with `*`, and these over `**`. None values are skipped.
 
     Attributes:
-        plan: parameter path -> layout. What is not named stays as it is.
-        input_plan: "<module path>.input", of the model itself "input" -> layouts of the arguments.
-        output_plan: "<module path>.output", of the model itself "output" -> layouts of what it returns.
+        plan: parameter path -> layout. Other parameters stay unchanged.
+        input_plan: "<module path>.input", or "input" for the model -> layouts of the arguments.
+        output_plan: "<module path>.output", or "output" for the model -> layouts of the return values.
         return_local_tensor: paths of modules whose DTensors are returned as this rank's shards; "" is the model itself.
         wrap_inputs: take a plain tensor at a declared input as that layout's local shard.
-        local_plan: module path -> layouts of what the module's own code returns when it computes on local tensors. In
-            such a module DTensor arguments, once in the layouts of `input_plan`, and all parameters are this rank's
-            parts; what it returns is taken as a shard of the layout given here, and then brought to that of
-            `output_plan`. Torch's dispatch of DTensors, some 20 us per operation, does not take place inside.
-        reshard_inputs: paths of modules in `local_plan` that keep for backward only the shards of those inputs that
-            were gathered for them, and gather them again in backward: one gather more for the memory of the rest.
-        chunks: path of a module in `local_plan` -> how many chunks its rows are cut into, of which one is gathered or
-            reduced while another is computed. The module takes one tensor, gathered over a dim; of what it returns, the
-            sum is scattered over the same dim; and each row of that depends on the same row of the tensor alone. A pair
-            of a count and a dim cuts along this dim alone, as `(2, 0)` does attention, sequence by sequence; each chunk
-            gets all of the module's other arguments.
+        local_plan: module path -> layouts of the return values of a module that computes on local tensors. DTensor
+            arguments, in the layouts of `input_plan`, and all parameters are this rank's shards there. Its return
+            values are taken as shards of the layouts given here, then redistributed to `output_plan`. This avoids
+            torch's dispatch of DTensors, some 20 us per operation.
+        reshard_inputs: paths of modules in `local_plan` that keep only shards of their gathered inputs for backward,
+            and gather them again there: one more gather in exchange for the memory.
+        chunks: path of a module in `local_plan` -> number of chunks of its rows, so that one chunk is communicated
+            while another is computed. The module takes one tensor, gathered over a dim, and returns a sum that is
+            scattered over the same dim. Each row of the sum depends on the same row of the tensor only. A pair of a
+            count and a dim cuts along this dim only, e.g. `(2, 0)` cuts attention by sequences; each chunk
+            gets all other arguments whole.
     """
 
     plan: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ def read_plan(
 
     Raises:
         TypeError: a field of another type.
-        ValueError: what does not exist, is no layout, or has more entries than the parameter has dims.
+        ValueError: an unknown path, a value that is no layout, or more entries than the parameter has dims.
     """
     checked = _check_fields(asked, plan)
     base = mesh if isinstance(mesh, Layout) else layout_on(mesh)
@@ -127,7 +127,7 @@ def read_plan(
 
 
 def names_of(model: nn.Module) -> tuple[list[str], dict[str, int]]:
-    """Return the names of a model's modules, and of its parameters, with dims; what is shared under all its names."""
+    """Return the names of a model's modules, and the dims of its parameters by name; shared ones under all names."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     return modules, {name: param.dim() for name, param in model.named_parameters(remove_duplicate=False)}
 
@@ -145,7 +145,7 @@ def _check_fields(asked: str, plan: Any) -> ShardingPlan:
 
 
 def _check_local(asked: str, paths: Sequence[str], local: Mapping[str, Match], why: str) -> None:
-    """Refuse modules whose code sees DTensors: what becomes of these is up to torch's operations on them."""
+    """Refuse modules that compute on DTensors, because torch's operations decide how those are communicated."""
     for path in paths:
         if path not in local:
             blame = f"module {path!r} does not compute on local tensors, {why}"
@@ -161,7 +161,7 @@ def _short(value: object) -> str:
 def _section(
     asked: str, field: str, entries: Mapping[str, Any] | None, base: Layout, *, one: bool = False
 ) -> dict[str, tuple[str, Any]]:
-    """Return the entries of a field with their layouts read."""
+    """Read the layouts of a field's entries."""
     found: dict[str, tuple[str, Any]] = {}
     for path, value in (entries or {}).items():
         if value is None:
@@ -194,7 +194,7 @@ def _boundary(asked: str, plan: ShardingPlan, word: str, base: Layout, modules: 
 
 
 def matches_any(path: str, names: Sequence[str]) -> bool:
-    """Tell whether a path means any of some names."""
+    """Return True if a path matches any of the names."""
     return any(matches(path, name) for name in names) if is_glob(path) else path in names
 
 
@@ -215,17 +215,17 @@ def _check_entries(asked: str, name: str, key: str, layout: Layout, ndim: int) -
         raise InvalidValue(f"{asked}: plan[{key!r}]", blame, f"layout: {written!r}", hint) from None
 
 
-# -- paths: the parameters or modules that `layers.*.mlp.w1.weight` names ----------------------------------------------
+# -- paths of parameters or modules, e.g. `layers.*.mlp.w1.weight` -----------------------------------------------------
 
 
 _MOST_SHOWN = 12
 
 
 class Match(NamedTuple):
-    """What a plan says about one name.
+    """The entry of a plan for one name.
 
     Attributes:
-        key: the entry's own key in the plan.
+        key: key of the entry in the plan.
         value: the entry.
     """
 
@@ -235,7 +235,7 @@ class Match(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _pattern(path: str) -> re.Pattern[str]:
-    """Return the expression for a path whose parts may hold globs."""
+    """Compile a path whose parts may contain globs."""
     parts = []
     for part in path.split("."):
         if part == "**":
@@ -248,9 +248,9 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 
 def matches(path: str, name: str) -> bool:
-    """Tell whether a path means a name: `*` stands for any one part or piece of one, `**` for any number of parts.
+    """Return True if a path matches a name: `*` stands for one part or a piece of it, `**` for any number of parts.
 
-    The model itself, "", is meant by "" only.
+    The model itself, "", matches "" only.
 
     >>> matches("layers.*.w1.weight", "layers.0.w1.weight"), matches("layers.*.weight", "layers.0.w1.weight")
     (True, False)
@@ -258,14 +258,14 @@ def matches(path: str, name: str) -> bool:
     (True, True, True)
 
     Args:
-        path: as in a plan.
+        path: a path of a plan.
         name: the name of a parameter or module, without globs.
     """
     return path == name or (name != "" and is_glob(path) and bool(_pattern(path).match(f"{name}.")))
 
 
 def is_glob(path: str) -> bool:
-    """Tell whether a path holds a `*`.
+    """Return True if a path contains a `*`.
 
     >>> is_glob("layers.*.w1"), is_glob("layers.0.w1")
     (True, False)
@@ -274,22 +274,22 @@ def is_glob(path: str) -> bool:
 
 
 def resolve(asked: str, entries: Mapping[str, tuple[str, Any]], names: Sequence[str], kind: str) -> dict[str, Match]:
-    """Return what a plan says about each name, in the order of the names.
+    """Return the entry of a plan for each matching name, in the order of the names.
 
     >>> entries = {"**": ("**", "a"), "l.*.w": ("l.*.w", "b"), "l.0.w": ("l.0.w", "c")}
     >>> {name: match.value for name, match in resolve("", entries, ["l.0.w", "l.1.w", "n"], "parameter").items()}
     {'l.0.w': 'c', 'l.1.w': 'b', 'n': 'a'}
 
-    The exact path counts before one with `*`, and that before one with `**`.
+    Exact paths win over paths with `*`, and these over paths with `**`.
 
     Args:
         asked: the start of an error message, "cannot ...".
         entries: path -> (key as the user wrote it, value).
-        names: what there is.
+        names: names of the parameters or modules.
         kind: "parameter" or "module".
 
     Raises:
-        ValueError: a path that means nothing; two of the same kind that mean the same and do not say the same.
+        ValueError: a path without a match; two paths of equal rank that match one name with different values.
     """
     found: dict[str, tuple[int, Match]] = {}
     for path, (key, value) in entries.items():
@@ -320,7 +320,7 @@ def _nothing(asked: str, path: str, key: str, names: Iterable[str], kind: str) -
 
 
 def _instead(path: str, tail: str, known: Sequence[str], kind: str) -> str:
-    """Return the path that was probably meant."""
+    """Suggest the path that was probably meant."""
     if any(matches(f"**.{path}", name) for name in known):
         return f"{'**.' + path + tail!r}, as '*' stands for one part of a path only"
     inside = [name for name in known if name.startswith(f"{path}.")]

@@ -1,4 +1,4 @@
-"""Tables of who holds what: of tensors, layouts, meshes, plans and models."""
+"""Tables of the ranks that hold each part of tensors, layouts, meshes, plans and models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hyper_parallel.core.redistribute.show import plan_view, shape_words
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.core.shard.spelling import describe
 
-_MOST_PARTS, _MOST_ROWS = 32, 60  # rows of a table
-_LEFT = 99  # columns of words: more than there are
+_MOST_PARTS, _MOST_ROWS = 32, 60  # most rows of a table
+_LEFT = 99  # left-aligned columns: all
 _HUES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CAN_BE_SHOWN = (
     "a DTensor, a Layout, a DeviceMesh, a model, a ShardingPlan, or a plan of "
@@ -37,29 +37,29 @@ _CAN_BE_SHOWN = (
 
 
 def show(x: Any, shape: Sequence[int] | None = None) -> None:
-    """Print who holds what: with colours in a terminal, as an HTML table in a notebook.
+    """Print the ranks that hold each part: with colours in a terminal, as an HTML table in a notebook.
 
-        hp.show(x)  # a DTensor: which ranks hold which rows and columns
+        hp.show(x)  # a DTensor: the ranks that hold each block of rows and columns
         hp.show(layout, (4096, 1024))  # the same without a tensor, and without ranks
-        hp.show(model)  # the layout of each parameter, and what a rank holds of it
+        hp.show(model)  # the layout of each parameter, and its bytes per rank
 
-    Nothing is communicated, and values are not read, so it works on one rank alone, on tensors of the device meta, and
-    without torch.distributed. Each rank that calls it prints.
+    It communicates nothing and reads no values. It therefore works on one rank alone, on meta tensors, and without
+    torch.distributed. Each calling rank prints.
 
     Args:
         x: a DTensor, a `Layout`, a DeviceMesh, a model (its DTensors), a `ShardingPlan`, or a redistribution's plan.
-        shape: of the full tensor, in elements, for a `Layout`; None: parts are shown by their numbers.
+        shape: full sizes, in elements, for a `Layout`; None: parts are shown by number.
 
     Raises:
-        TypeError: anything else; a shape that is no sequence of ints.
-        ValueError: a layout that does not fit the shape; a shape with something that has its own; a DTensor whose
-            placements a `Layout` cannot say.
+        TypeError: any other type of x; a shape that is no sequence of ints.
+        ValueError: a layout that does not fit the shape; a shape for an x with a shape; a DTensor whose placements
+            a `Layout` cannot express.
     """
     display(view(x, shape))
 
 
 def view(x: Any, shape: Sequence[int] | None = None) -> View:
-    """Return what `show` prints: `str(view)` is plain text, and a notebook shows it as HTML.
+    """Return the output of `show`: `str(view)` is plain text, and a notebook shows it as HTML.
 
     >>> print(view(Layout((2, 2), ("dp", "tp"))("dp", partial={"tp": "sum"}), (5, 3)))
     5 x 3 on 4 ranks: (dp); tp=sum
@@ -73,7 +73,7 @@ def view(x: Any, shape: Sequence[int] | None = None) -> View:
     2      3:5    1 of 2     2 x 3
     3      3:5    2 of 2     2 x 3
 
-    Arguments and errors are those of `show`.
+    Arguments and errors are the same as for `show`.
     """
     asked = "cannot show who holds what"
     check(asked, ("DTensor", Layout, "mesh", "module", ShardingPlan, Plan), _CAN_BE_SHOWN, x=x)
@@ -136,7 +136,7 @@ def _least_dims(layout: Layout) -> int:
 
 
 def _axes_table(layout: Layout, ndim: int) -> RenderableType:
-    """Return what each axis of the mesh does to the tensor."""
+    """Return a table of the role of each mesh axis."""
     table = plain_table("axis", "ranks", "")
     table.columns[-1].justify = "left"
     of_axis: dict[int, str] = {}
@@ -156,9 +156,9 @@ class _Holders(NamedTuple):
 
     Attributes:
         ranks: sorted.
-        start: of the part in each dim.
-        stop: its end.
-        terms: for each axis with a reduction pending, which of its terms.
+        start: start of the part in each dim.
+        stop: end of the part in each dim.
+        terms: index of the pending copy, per axis with a pending reduction.
     """
 
     ranks: tuple[int, ...]
@@ -186,7 +186,7 @@ def _holders(layout: Layout, shape: tuple[int, ...]) -> list[_Holders]:
 
 
 def _parts_table(layout: Layout, ndim: int, shape: tuple[int, ...] | None, itemsize: int) -> Iterator[RenderableType]:
-    """Return a row for each part: who holds it, where it starts and stops, and how large it is."""
+    """Return a row for each part: its ranks, start, stop and size."""
     splits = layout.splits(ndim)
     numbered = tuple(count_parts(layout.mesh_shape, axes) for axes in splits)
     parts = _holders(layout, numbered if shape is None else shape)
@@ -227,7 +227,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _calling_rank(axes: MeshAxes) -> int | None:
-    """Return the rank that asks, None where it is on no rank, or not on the mesh."""
+    """Return the calling rank; None without torch.distributed or outside of the mesh."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank = dist.get_rank()
@@ -238,7 +238,7 @@ def _calling_rank(axes: MeshAxes) -> int | None:
 
 
 def _mesh_view(axes: MeshAxes) -> View:
-    """Return the ranks of a mesh: a row for each place along all axes but the last one."""
+    """Return the ranks of a mesh: a row for each position along all axes but the last."""
     *outer, last = axes.names
     rows, columns = len(axes.ranks) // axes.sizes[-1], axes.sizes[-1]
     table = plain_table(*outer, f"ranks along {last}", "", left=_LEFT)
@@ -260,7 +260,7 @@ def _mesh_view(axes: MeshAxes) -> View:
 
 
 class _TensorRow(NamedTuple):
-    """What a table says about a tensor of a model, besides its name; equal for the same tensor of alike layers."""
+    """The row of a tensor in a model's table, without its name; equal for the same tensor of similar layers."""
 
     shape: str
     dtype: str
@@ -274,7 +274,7 @@ class _TensorRow(NamedTuple):
 
 
 def _model_view(model: nn.Module) -> View:
-    """Return a row for each parameter and sharded buffer; those of layers that are alike share one."""
+    """Return a row for each parameter and sharded buffer; similar layers share a row."""
     tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters()]
     tensors += [(name, buffer) for name, buffer in model.named_buffers() if isinstance(buffer, DTensor)]
     meshes = dict.fromkeys(axes_of(x.device_mesh) for _, x in tensors if isinstance(x, DTensor))
@@ -319,7 +319,7 @@ def _held(x: torch.Tensor, many: bool) -> _TensorRow:
 
 
 def _sharding_plan_view(plan: ShardingPlan) -> View:
-    """Return the entries of a model's plan, as they were written."""
+    """Return the entries of a model's plan as written."""
     kinds = {"plan": "parameter", "input_plan": "input", "output_plan": "output", "local_plan": "local code"}
     table = plain_table("path", "of", "layout", left=3)
     for field, kind in kinds.items():
@@ -333,7 +333,7 @@ def _sharding_plan_view(plan: ShardingPlan) -> View:
 
 
 def _entry(value: object) -> str:
-    """Write an entry of a plan; layouts in short, anything else as Python writes it."""
+    """Format an entry of a plan: layouts in short form, other values by repr."""
     if isinstance(value, Layout):
         return describe(value) if value.is_assigned else str(value)
     if isinstance(value, Mapping):
@@ -344,7 +344,7 @@ def _entry(value: object) -> str:
 
 
 def _redistribution_view(plan: Plan) -> View:
-    """Return the steps of a redistribution, and who holds what before and after them."""
+    """Return the steps of a redistribution, and the parts of all ranks before and after."""
     return View(*_before_and_after(plan))
 
 

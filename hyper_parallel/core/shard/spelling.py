@@ -1,4 +1,4 @@
-"""The ways to spell layouts in a plan: one for a tensor, several by position or by name."""
+"""Spellings of layouts in a plan: one layout for a tensor, or several by position or by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LayoutTree = Union[Layout, None, tuple["LayoutTree", ...], Mapping[str, "LayoutT
 
 
 def read_layouts(asked: str, value: object, mesh: DeviceMesh | Layout) -> LayoutTree:
-    """Read layouts as plans spell them.
+    """Read layouts in the spellings of plans.
 
     >>> mesh = Layout((2, 4), ("dp", "tp"))
     >>> read_layouts("", ("dp", "None"), mesh)  # a tuple of names: one layout
@@ -30,15 +30,15 @@ def read_layouts(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout
     Args:
         asked: the start of an error message, "cannot ...".
         value: one layout (a non-empty tuple of placements, or of names, "None", None and tuples of names; a `Layout`),
-            a list of them (or a tuple that holds tuples of placements or Layouts), or a dict by name, nested as the
-            value is.
-        mesh: the mesh that the names are of; a `Layout` without an assignment will do.
+            a list of them (or a tuple of tuples of placements, or of Layouts), or a dict by name, nested as the
+            value of the argument.
+        mesh: the mesh of the names; a `Layout` without an assignment is accepted.
 
     Returns:
         A layout with an assignment, on the mesh; a tuple; or a dict.
 
     Raises:
-        ValueError: anything else, layouts of another mesh, axes that do not exist or are used twice.
+        ValueError: any other value; layouts on another mesh; axes that do not exist or are used twice.
     """
     base = mesh if isinstance(mesh, Layout) else Layout.from_device_mesh(mesh)
     if value is None:
@@ -59,7 +59,7 @@ def read_layouts(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout
 
 
 def read_layout(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout:
-    """Read one layout as plans spell it.
+    """Read one layout in the spellings of plans.
 
     >>> read_layout("", (("dp", "tp"), None), Layout((2, 4), ("dp", "tp")))
     Layout((2, 4), ('dp', 'tp'))(('dp', 'tp'), 'None')
@@ -67,10 +67,10 @@ def read_layout(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout:
     Args:
         asked: the start of an error message, "cannot ...".
         value: a non-empty tuple of placements, or of names, "None", None and tuples of names; or a `Layout`.
-        mesh: the mesh that the names are of; a `Layout` without an assignment will do.
+        mesh: the mesh of the names; a `Layout` without an assignment is accepted.
 
     Raises:
-        ValueError: anything else, a layout of another mesh, axes that do not exist or are used twice.
+        ValueError: any other value; a layout on another mesh; axes that do not exist or are used twice.
     """
     base = mesh if isinstance(mesh, Layout) else Layout.from_device_mesh(mesh)
     seen = f"given: {value!r}   mesh: {base._axes}"
@@ -89,7 +89,7 @@ def read_layout(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout:
         raise InvalidValue(asked, blame, seen, _example(base))
     try:
         return base(*value)
-    except TypeError as error:  # an entry that is no name
+    except TypeError as error:  # an entry of another type
         raise InvalidValue(asked, _first_line(error), seen, _example(base)) from None
     except ValueError as error:
         raise InvalidValue(_within(asked, error)) from None
@@ -113,7 +113,7 @@ def leaves(tree: LayoutTree) -> Iterator[Layout]:
 
 
 def describe(tree: LayoutTree) -> str:
-    """Write a tree of layouts for people.
+    """Format a tree of layouts for messages.
 
     >>> layout = Layout((2,), ("tp",))("tp", "None")
     >>> describe((layout, None))
@@ -128,7 +128,7 @@ def describe(tree: LayoutTree) -> str:
 
 
 def map_tree(tree: LayoutTree, function: Callable[[Layout], Any]) -> Any:
-    """Return the tree with a function applied to its layouts."""
+    """Apply a function to the layouts of a tree."""
     if isinstance(tree, Layout):
         return function(tree)
     if isinstance(tree, Mapping):
@@ -155,7 +155,7 @@ def _read_entry(asked: str, entry: object, base: Layout, whole: Sequence[object]
 
 
 def _is_layout(entry: object) -> bool:
-    """Return whether an entry of a tuple is a layout of its own: names in a tuple are axes that split one dim."""
+    """Return True if an entry of a tuple is a whole layout; a tuple of names is the split of one dim."""
     return isinstance(entry, (Layout, Mapping)) or (isinstance(entry, (tuple, list)) and any(map(is_placement, entry)))
 
 
@@ -188,7 +188,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _within(asked: str, error: Exception) -> str:
-    """Put what was asked for in front of a message that has its own four parts."""
+    """Prefix a message, which already has its four parts, with the failed request."""
     first, _, rest = str(error).partition("\n")
     return f"{asked}: {first}\n{rest}"
 

@@ -1,4 +1,4 @@
-"""Values and gradients of a function of sharded tensors, as on a single device: `parallelize_value_and_grad`."""
+"""Values and gradients of a function of sharded tensors, equal to a single device's: `parallelize_value_and_grad`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ASKED = "cannot differentiate"
 def parallelize_value_and_grad(
     fn: Callable[..., Any], weights: torch.Tensor | Sequence[torch.Tensor], sens: Sequence[float] | None = None
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function of the arguments of `fn` that returns what `fn` does, and its gradients for the weights.
+    """Make a function with the arguments of `fn` that returns its value and its gradients for the weights.
 
     >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> step = parallelize_value_and_grad(lambda x: (w * x).sum(), w)
@@ -33,37 +33,36 @@ def parallelize_value_and_grad(
     >>> both(torch.tensor([3.0, 4.0]))
     ([tensor(11.), tensor(2.)], [tensor([21.5000, 12.0000])])
 
-    Gradients are those of a single device, in whatever layout the outputs are: a DTensor that many ranks hold the same
-    of counts once, and so does one of which a reduction is pending. Each output is differentiated with ones. A plain
-    tensor is taken as one value, which every rank has computed.
+    Gradients equal those of a single device in any layout of the outputs. A replicated or pending DTensor counts once.
+    A plain tensor counts as one value, computed by every rank.
 
     `fn` runs once per call, with gradients enabled; `.grad` of the weights is neither read nor changed. The value is
-    detached: it is there to be read, and what `fn` saved for the backward pass is freed before the call returns.
+    detached, because the tensors saved for backward are freed before the call returns.
 
-    Communication: what the backward pass needs; then the gradients that are still pending, or lie otherwise than their
-    weights, are redistributed, all under way at once.
+    Communication: the backward pass. Then all gradients that are pending, or in another layout than their
+    weights, are redistributed at the same time.
 
     Args:
-        fn: returns a tensor, or a list or tuple of them.
-        weights: one tensor, or a list or tuple of them, that want gradients.
-        sens: where `fn` returns several tensors, one float for each, which scales its share of the gradients. None:
-            only the first is differentiated.
+        fn: returns a tensor, or a list or tuple of tensors.
+        weights: one tensor, or a list or tuple of tensors, that require gradients.
+        sens: one float per output of `fn`, which scales its share of the gradients. None: only the first output is
+            differentiated.
 
     Returns:
-        A function that returns `(value, grads)`. The value is of the type that `fn` returns. The gradients are one
-        tensor, a list or a tuple, as the weights are, each in the layout of its weight and in memory of its own; None
-        for a weight that the outputs do not depend on.
+        A function that returns `(value, grads)`. The value has the type that `fn` returns. The gradients are a tensor,
+        a list or a tuple, as the weights are. Each has the layout of its weight and separate memory. None for a weight
+        that the outputs do not depend on.
 
     Raises:
-        TypeError: fn is not callable; weights that are no tensors, that want no gradient, or that are none at all;
-            sens that is no list or tuple of floats. When called: outputs that are no tensors, that are nested, or that
-            have no gradient, being ints or complex; sens for one output, or for another number of outputs.
+        TypeError: fn is not callable; weights that are no tensors, require no gradient, or are empty; sens that is no
+            list or tuple of floats. When called: outputs that are no tensors, that are nested, or that have no gradient
+            because they are ints or complex; sens for one output, or for another number of outputs.
     """
     chosen = _check_weights(fn, weights)
     scales = _check_sens(sens)
     one = isinstance(weights, torch.Tensor)
 
-    @functools.wraps(fn, updated=())  # a module's own attributes stay its own
+    @functools.wraps(fn, updated=())  # do not copy a module's attributes
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with torch.inference_mode(False), torch.enable_grad():
             value = fn(*args, **kwargs)
@@ -92,10 +91,10 @@ def _gradients(
 
 
 def _seed(output: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the gradient of a sum over an output for that output, times a scale.
+    """Return the gradient of scale * sum(output) for an output.
 
-    A DTensor's gradient is that of the full tensor. So where a reduction is pending it is the full gradient on every
-    rank, and the reduction itself need not be taken.
+    A DTensor's gradient is the gradient of the full tensor. For a pending output it is the full gradient on every
+    rank, so that the reduction itself is not necessary.
     """
     if not isinstance(output, DTensor):
         return torch.full_like(output, scale)
@@ -106,7 +105,7 @@ def _seed(output: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _start(grad: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | PendingRedistribute | None:
-    """Start to bring a gradient to where its weight is."""
+    """Start to redistribute a gradient to its weight's layout."""
     if not isinstance(grad, DTensor) or not isinstance(weight, DTensor):
         return grad
     placements = [Replicate() if placement.is_partial() else placement for placement in weight.placements]
@@ -116,8 +115,8 @@ def _start(grad: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | Pe
 
 
 def _apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return gradients that can be changed in place: autograd gives two weights that are added the same one, and a
-    weight that is summed one number in every place."""
+    """Return gradients that can be changed in place. autograd gives one tensor to two weights that are added, and an
+    expanded number to a weight that is summed."""
     seen: set[int] = set()
     result: list[torch.Tensor | None] = []
     for grad in grads:
@@ -136,16 +135,16 @@ def _apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a tensor, or a list or tuple of tensors, with a function applied to each."""
+    """Apply a function to a tensor, or to each tensor of a list or tuple."""
     return function(value) if isinstance(value, torch.Tensor) else remade(value, [function(each) for each in value])
 
 
-# -- what can go wrong -----------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _check_weights(fn: object, weights: Any) -> list[torch.Tensor]:
     check(_ASKED, "callable", "a function that returns the loss", fn=fn)
-    check(_ASKED, "tensor | list", "list(model.parameters())", weights=weights)  # what is read once, or has no order
+    check(_ASKED, "tensor | list", "list(model.parameters())", weights=weights)  # refuses iterators and sets
     chosen = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     if not chosen:
         blame = "weights is empty, so there is nothing to differentiate for"
@@ -168,7 +167,7 @@ def _check_sens(sens: Any) -> tuple[float, ...] | None:
 
 
 def _differentiated(value: object, scales: tuple[float, ...] | None) -> list[tuple[torch.Tensor, float]]:
-    """Return the outputs that are to be differentiated, each with its scale."""
+    """Return the outputs to differentiate, each with its scale."""
     several = not isinstance(value, torch.Tensor)
     outputs = _read_outputs(value)
     if scales is not None and not several:
@@ -207,7 +206,7 @@ def _read_outputs(value: object) -> list[torch.Tensor]:
 
 
 def _shown(value: object) -> str:
-    """Return what a value is, without its numbers.
+    """Describe the type and shape of a value, without its numbers.
 
     >>> _shown((torch.zeros(2), [None, {"a": 1}]))
     '(Tensor(2), [NoneType, dict])'
