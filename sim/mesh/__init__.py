@@ -1,10 +1,10 @@
-"""Estimates of memory and time of a training step on any number of devices, from the code that trains.
+"""Estimates of memory and time of a training step on any number of devices, computed from the training code itself.
 
     search -> estimate -> tracing -> program -> pricing, cost -> replay, memory -> report, explain
     job -> models -> spec -> recipe
 
-A model and a recipe, or a training run, are a job. It is traced once into programs, which are priced for a hardware and
-replayed, in time and in memory; `report` and `explain` say what came of it.
+A job is a model with a recipe, or a training run. It is traced once into programs, which are priced for a hardware and
+replayed in time and in memory. `report` and `explain` present the result.
 
 >>> from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 >>> import sim.mesh
@@ -27,7 +27,7 @@ from sim.mesh.spec import Custom
 from sim.mesh.tracing.trace import trace
 
 __all__ = [
-    # What a step needs
+    # Estimates of a step
     "estimate",
     "estimate_run",
     "Estimate",
@@ -35,22 +35,22 @@ __all__ = [
     "fit_activations",
     "search",
     "SearchResult",
-    # What is estimated
+    # Inputs: models and recipes
     "Recipe",
     "Routing",
     "Custom",
     "find_model",
     "model_names",
-    # On what
+    # Inputs: hardware
     "Machine",
     "find_machine",
     "machine_names",
     "Calibration",
     "load_calibration",
-    # In two steps: what depends on the program, and what on the hardware
+    # The two halves of `estimate`: `trace` depends on the program, `price` on the hardware
     "Job",
     "trace",
     "price",
-    # What can go wrong
+    # Errors
     "UnknownOperation",
 ]

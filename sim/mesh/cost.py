@@ -8,7 +8,7 @@
 >>> 150e-6 < price.seconds < 200e-6, price.grade, price.bound
 (True, 'calibrated', 'compute')
 
-An operation of a kind without a price is an `UnknownOperation`: nothing is taken to be free.
+An operation of a kind without a price raises `UnknownOperation`, because a silent zero would hide its cost.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _STREAMED = dict.fromkeys(MEMORY_KINDS, "stream") | {name: name for name in ("ra
 
 
 class UnknownOperation(HyperParallelError, ValueError):
-    """An operation or communication that there is no price for."""
+    """Raised for an operation or communication without a price."""
 
 
 def weakest(*grades: str) -> str:
-    """Return the weakest of some evidence grades.
+    """Return the weakest of the given evidence grades.
 
     >>> weakest("measured", "assumed", "datasheet")
     'assumed'
@@ -43,14 +43,14 @@ def weakest(*grades: str) -> str:
 
 
 def _of_curve(curve: str, figure: str) -> str:
-    """Return the grade of a share that was measured or fitted, of a figure of the device: a datasheet's is as good."""
+    """Return the grade of a share of a device's figure; a share measured or fitted may rest on a datasheet's figure."""
     if curve == figure == "measured" or figure == "assumed":
         return figure
     return "calibrated" if curve in ("measured", "calibrated") else weakest(curve, figure)
 
 
 def ring_kernel_of(hardware: Machine, calibration: Calibration | None = None) -> str:
-    """Return whose fused attention computes the blocks of a ring on a hardware, see `Job`."""
+    """Return the fused attention that computes the blocks of a ring on a hardware, see `Job`."""
     if hardware.family == "cpu":
         return "cpu"
     if hardware.backend == "hccl":
@@ -63,16 +63,16 @@ class Pricing:
     """Seconds of operations and communication on a hardware.
 
     Args:
-        hardware: what it runs on.
-        calibration: figures of kernels and links; None: those of `hyper_parallel/core/machine/data`.
-        attention: kernels of attention, where a program does not say: `flash1`, `flash2`, `flash3`, `cudnn`;
-            None: what torch takes on the device.
-        graphs: whether the host replays captured graphs, instead of issuing each operation.
-        tp_overlap: whether communication along `tp` is cut in parts that go along with the matmuls beside it; then
-            only a share of its seconds is counted (`hidden` of `[overlap]` is the rest).
-        posts_early: whether receives of a pipeline's messages are issued before what is computed meanwhile, so that a
-            message goes as soon as it is sent; else after what the receiver has queued before.
-        host: what dispatches operations: "eager" for plain tensors, or "dtensor", which costs several times as much.
+        hardware: the hardware to price for.
+        calibration: figures of kernels and links; None: the figures in `hyper_parallel/core/machine/data`.
+        attention: attention kernels where a program does not name them: `flash1`, `flash2`, `flash3`, `cudnn`;
+            None: torch's choice on the device.
+        graphs: the host replays captured graphs, instead of issuing each operation.
+        tp_overlap: communication along `tp` is cut into chunks that overlap with matmuls. Only a share of its seconds
+            counts; `hidden` of `[overlap]` is the rest.
+        posts_early: a pipeline's receives are issued before the receiver's earlier computation, so that a message
+            starts as soon as it is sent. Else a receive follows the earlier work of the receiver.
+        host: dispatch of operations: "eager" for plain tensors, or "dtensor", which costs several times as much.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Pricing:
         each = float(figures["dtensor"]) if host == "dtensor" else 1.0
         plain = self._host(figures, "op")
         self._op_seconds = float(figures["graphs_us"]) * 1e-6 if graphs else plain * each
-        # What a mode adds to an operation in forward, and in the second computation.
+        # Overhead of a dispatch mode per operation, in forward and in recomputation.
         watched = (float(figures["watched"]), float(figures["watched_again"]))
         self._watched_seconds = (0.0, 0.0) if graphs else tuple([plain * (times - 1) for times in watched])
         self._comm_seconds = float(figures["graphs_us"]) * 1e-6 if graphs else self._host(figures, "collective")
@@ -116,10 +116,10 @@ class Pricing:
     # -- operations -------------------------------------------------------------------------------------------------
 
     def op(self, op: Op) -> Price:
-        """Return the price of an operation.
+        """Return the price of an operation, e.g. of a bf16 matmul `Price(1.8e-4, "calibrated", "compute")`.
 
         Raises:
-            UnknownOperation: it is of a kind that has none; the message names it.
+            UnknownOperation: its kind has no price; the message names the operation.
         """
         name, kind, flops, _, _, dtype, shape, _, _ = op
         moved = 0 if kind in ("attention", "attention_backward", "host") else op.bytes
@@ -144,14 +144,14 @@ class Pricing:
             if op.kind == "memory":
                 share = next((own for word, own in _OWN_SHARES.items() if word in op.name and own in curve), share)
             seconds, bound = stream_seconds(curve, moved, self.hardware.memory_bandwidth, share)
-            if op.kind in curve and op.shape:  # elements per second, whatever their size
+            if op.kind in curve and op.shape:  # rate in elements per second, regardless of the element size
                 seconds = max(seconds, float(curve["floor_us"]) * 1e-6 + op.shape[0] / (1e9 * float(curve[op.kind])))
             grade = _of_curve(curve["grade"], self.hardware.grade("device.bandwidth"))
-            if op.flops:  # a kernel that does compute: no faster than its arithmetic
+            if op.flops:  # a kernel is no faster than its arithmetic
                 arithmetic = op.flops / (self._matmul["cap"] * self.hardware.peak(op.dtype))
                 seconds, bound = (arithmetic, "compute") if arithmetic > seconds else (seconds, bound)
             return Price(seconds, grade, bound, float(curve.get("spread", 0)))
-        if op.flops and op.kind in ("matmul", "attention", "attention_backward"):  # of no known shape: a plain roofline
+        if op.flops and op.kind in ("matmul", "attention", "attention_backward"):  # shape unknown: a plain roofline
             cap = self._matmul["cap"] * float(self._matmul.get("sustained", 1))
             arithmetic = op.flops / (cap * self.hardware.peak(op.dtype))
             memory = op.bytes / (self._memory["stream"] * self.hardware.memory_bandwidth)
@@ -164,13 +164,13 @@ class Pricing:
         raise UnknownOperation(asked, blame, seen, hint)
 
     def _host_price(self, moved: int) -> Price:
-        """The host is bounded by its memory; `host.bandwidth` is a device's share of it."""
+        """Return the price of an operation on the host, bound by `host.bandwidth`, a device's share of host memory."""
         bandwidth = self.hardware.value("host.bandwidth", float(self._offload["bandwidth_gbytes_s"]) * 1e9)
         seconds = moved / (float(self._offload["stream"]) * bandwidth)
         return Price(seconds, "assumed", "host", float(self._offload["spread"]))
 
     def _copy_price(self, comm: Comm) -> Price:
-        """A copy between host and device takes a part of the link between them."""
+        """Return the price of a copy between host and device, at a share of the bandwidth of their link."""
         figures, hardware = self._offload, self.hardware
         link = hardware.value("host.link", float(figures["link_gbytes_s"]) * 1e9)
         pageable = comm.op.endswith("_pageable")
@@ -187,7 +187,7 @@ class Pricing:
         peak, bandwidth = hardware.peak(dtype), hardware.memory_bandwidth
         seconds, bound = matmul_seconds(curve, shape, peak, hardware.cores, _ITEM[name], bandwidth)
         batch, m, n, k = shape
-        if moved:  # operands that are broadcast, or read in another dtype
+        if moved:  # operands may be broadcast, or read in another dtype
             memory = moved / (curve["stream"] * bandwidth) + curve["floor_us"] * 1e-6
             seconds, bound = (memory, "memory") if memory > seconds * 1.5 else (seconds, bound)
         if flops > 2.2 * batch * m * n * k:  # two products in one operation, as in a convolution's backward
@@ -217,13 +217,13 @@ class Pricing:
         """Return the price of a communication.
 
         Args:
-            comm: what is communicated.
-            group: who takes part.
-            sharing: how many communications of other axes share its links.
-            rank: that it was recorded on, to tell whether the peer of a message is on its node; None: it is not.
+            comm: the communication.
+            group: ranks that take part.
+            sharing: number of communications of other axes that share its links, itself included.
+            rank: rank that recorded it, to find if a message's peer is on the same node; None: unknown.
 
         Raises:
-            UnknownOperation: an operation that there is no price for.
+            UnknownOperation: the communication has no price.
         """
         if comm.op in HOST_COPIES:
             return self._copy_price(comm)
@@ -250,7 +250,7 @@ class Pricing:
         if comm.op not in COLLECTIVES:
             seconds, bound = message_seconds(links, comm.size * sharing, same_node=same)
             curve = links.curves.get("send", links.curve("all_gather")) if same else self.links.fabric
-        elif spread.ranks == 1:  # a copy
+        elif spread.ranks == 1:  # a local copy
             seconds, bound = stream_seconds(self._memory, 2.0 * comm.size, hardware.memory_bandwidth)
             curve = self._memory
         else:
@@ -258,7 +258,7 @@ class Pricing:
             moved = comm.moved * sharing if pattern == "exchange" else None
             op, even = comm.op, comm.size - comm.size / spread.ranks
             if pattern == "gather" and comm.messages == spread.ranks and abs(comm.moved - even) > spread.ranks:
-                op = "broadcast"  # nccl makes one of each tensor of an uneven list, one after the other in one launch
+                op = "broadcast"  # nccl broadcasts each tensor of an uneven list, one after another in one launch
             seconds, bound = collective_seconds(links, op, comm.size * sharing, spread, moved)
             curve = links.curve(comm.op) if spread.nodes == 1 else self.links.fabric
         if comm.messages > 1:
@@ -268,7 +268,7 @@ class Pricing:
 
     def _same_node(self, rank: int | None, peer: int | None) -> bool:
         if rank is None or peer is None:
-            return self.hardware.devices_per_node > 8  # a SuperPoD: all are neighbours
+            return self.hardware.devices_per_node > 8  # on a SuperPoD all ranks are neighbours
         return spread_of((rank, peer), self.hardware.devices_per_node).nodes == 1
 
     def _spread(self, ranks: Sequence[int]) -> NodeSpread:
@@ -280,17 +280,17 @@ class Pricing:
 
     @property
     def overlap_slowdown(self) -> float:
-        """How much longer kernels take while a communication is under way: it takes cores and bandwidth from them.
+        """Factor by which a concurrent communication slows down kernels, because it takes cores and bandwidth.
 
-        Of a CPU, which prices communication and computation in one queue (`work_seconds`): 1, and the share of a
-        communication's time that it is on the processor.
+        A CPU prices communication and computation in one queue (`work_seconds`). There it is 1 plus the share of a
+        communication's time that the processor spends on it.
         """
         return float(self.calibration.of(self.hardware, "overlap", self.hardware.family).get("slowdown", 1.0))
 
     def work_seconds(self, comm: Comm, group: CommGroup) -> float:
-        """Seconds that a communication takes of the processor that computes: 0, except on a CPU.
+        """Return the seconds of a communication on the computing processor: 0, except on a CPU.
 
-        Between nodes they are those of the same communication within a node: a slow network is waited for.
+        Between nodes, count those of the same communication within a node: waiting for a slow network is idle time.
         """
         if not self.is_synchronous or comm.op in HOST_COPIES:
             return 0.0
@@ -300,18 +300,18 @@ class Pricing:
         return (self.overlap_slowdown - 1.0) * within.seconds
 
     def crosses_nodes(self, group: CommGroup) -> bool:
-        """Tell whether a group lies on more than one node; those that do share links."""
+        """Return True if a group spans more than one node; such groups share links."""
         return self._spread(group.ranks).nodes > 1
 
     # -- host -------------------------------------------------------------------------------------------------------
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the host computes itself, so that it issues nothing meanwhile: its own time comes on top."""
+        """Return True if the host itself computes, so that its own time adds to the kernels' time."""
         return self.hardware.family == "cpu"
 
     def host_seconds(self, event: Event, place: Place | None = None) -> float:
-        """Return the host's time to issue an event of a place; waits and memory cost it next to nothing."""
+        """Return the host's seconds to issue an event; waits and allocations cost almost nothing."""
         if isinstance(event, Op):
             each = self._op_seconds
             if place is not None and place.watched:

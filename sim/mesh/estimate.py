@@ -1,4 +1,4 @@
-"""Estimates of a step: memory, time, where the time goes, and how sure that is."""
+"""Estimates of a step: memory, time and its terms, and their uncertainty."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import estimate_line, estimate_view, memory_line
 from sim.mesh.tracing.trace import trace
 
-Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
+Z80 = 1.2816  # z of a two-sided 80 % normal interval
 LEVELS = ("often", "seldom", "never", "nothing")
 """How much is known of a step, most first: see `level_of`."""
-_MANY = 10  # published runs: of so many, more tell little
+_MANY = 10  # published runs: beyond this count, more runs barely change the spread
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A figure, how sure it is, and what it rests on.
+    """A figure with its 80 % interval and the grade of its evidence.
 
     Attributes:
         value: the figure.
-        low: lower end of the interval that is to hold the truth in 80 of 100 cases.
-        high: its upper end.
-        grade: of the weakest evidence that matters: measured, calibrated, datasheet or assumed.
+        low: lower end of the 80 % interval.
+        high: upper end of the 80 % interval.
+        grade: weakest evidence that matters: measured, calibrated, datasheet or assumed.
     """
 
     value: float
@@ -56,7 +56,7 @@ class Quantity:
 
     @classmethod
     def spread_by(cls, value: float, spread: float, grade: str) -> Quantity:
-        """Return a figure whose logarithm has a standard deviation.
+        """Return a figure whose logarithm has the standard deviation `spread`.
 
         >>> Quantity.spread_by(100.0, 0.1, "calibrated").high > 110
         True
@@ -70,10 +70,10 @@ class MemoryEstimate:
     """Memory of each class of ranks, in bytes.
 
     Attributes:
-        classes: one for each place along the pipeline.
-        limit: what the device's allocator can have.
-        spread: relative standard deviation of what is reserved.
-        host_limit: a device's share of its host's memory; None: it is not known.
+        classes: one for each position along the pipeline.
+        limit: bytes that the device's allocator can take.
+        spread: relative standard deviation of the reserved bytes.
+        host_limit: bytes of host memory per device; None: unknown.
     """
 
     classes: tuple[ClassMemory, ...]
@@ -83,34 +83,34 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> ClassMemory:
-        """The class that reserves most."""
+        """The class that reserves the most memory."""
         return max(self.classes, key=lambda one: one.peak_reserved)
 
     @property
     def peak(self) -> int:
-        """Allocated at most, by any rank."""
+        """Peak allocated bytes over all ranks."""
         return max(one.peak_allocated for one in self.classes)
 
     @property
     def reserved(self) -> int:
-        """Reserved at most, by any rank."""
+        """Peak reserved bytes over all ranks."""
         return max(one.peak_reserved for one in self.classes)
 
     @property
     def interval(self) -> Quantity:
-        """What is reserved at most, with its 80 % interval."""
+        """Peak reserved bytes with their 80 % interval."""
         return Quantity.spread_by(float(self.reserved), self.spread, "calibrated")
 
     def __repr__(self) -> str:
         return f"MemoryEstimate({memory_line(self)})"
 
     def fits(self, limit_bytes: float | None = None) -> bool:
-        """Tell whether every rank's allocated memory, and what lies outside of the allocator, are within a limit.
+        """Return True if each rank's reserved memory, plus its memory outside the allocator, is within a limit.
 
-        What is offloaded to the host has to fit there, too.
+        Offloaded tensors must fit into the host's memory, too.
 
         Args:
-            limit_bytes: None: what the device has.
+            limit_bytes: limit per device; None: the device's own.
         """
         limit = self.limit if limit_bytes is None else limit_bytes
         if self.host_limit is not None and any(one.host_bytes > self.host_limit for one in self.classes):
@@ -120,18 +120,18 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Where a step's time goes, in seconds, on the slowest class of ranks.
+    """Terms of a step's time on the slowest class of ranks, in seconds.
 
     Attributes:
-        step: from one step's end to the next one's.
+        step: from the end of one step to the end of the next.
         compute: at least one stream computes.
-        exposed: by axis: nothing computes, as it waits for communication.
-        bubble: nothing computes, as other stages have not got there.
-        optimizer: of all that, in the optimizer.
-        host: nothing computes, as the host has not issued it.
-        mfu: model FLOPs (attention counted in full, recomputation not) over what the devices could do in the dtype that
-            is computed in.
-        tokens_per_second_per_device: of a step, over all devices.
+        exposed: by axis: no stream computes, because it waits for communication.
+        bubble: no stream computes, because it waits for another pipeline stage.
+        optimizer: part of all these terms that lies in the optimizer.
+        host: no stream computes, because the host has not issued the work yet.
+        mfu: model FLOPs over the devices' peak in the dtype of the computation. Attention counts in full, recomputation
+            does not count.
+        tokens_per_second_per_device: tokens of a step over its time and all devices.
     """
 
     step: Quantity
@@ -146,15 +146,15 @@ class TimeEstimate:
 
 @dataclass
 class Estimate:
-    """What a step needs.
+    """The result of an estimate: memory and time of a step.
 
     Attributes:
-        job: what was estimated.
-        hardware: what it runs on.
+        job: the estimated job.
+        hardware: the hardware it runs on.
         memory: by class of ranks.
-        time: of a step.
-        timeline: of the streams of each class of ranks.
-        programs: what each class of ranks does.
+        time: terms of a step's time.
+        timeline: streams of each class of ranks.
+        programs: one recorded program for each class of ranks.
     """
 
     job: Job
@@ -166,7 +166,7 @@ class Estimate:
 
     @property
     def model(self) -> Any:
-        """The model."""
+        """The estimated model."""
         return self.job.model
 
     @property
@@ -176,7 +176,7 @@ class Estimate:
 
     @property
     def recipe(self) -> Recipe:
-        """How it is trained."""
+        """The training recipe."""
         return self.job.recipe
 
     @property
@@ -199,10 +199,10 @@ class Estimate:
         return as_html(estimate_view(self))
 
     def explain(self, check: int = 0) -> str:
-        """Say in words what takes the time and the memory, how sure that is, and what to change.
+        """Return a text with the largest terms of time and memory, their evidence, and suggested changes.
 
         Args:
-            check: how many of the changes to estimate, too.
+            check: number of suggested changes to estimate as well.
         """
         return explain_estimate(self, check, estimate)
 
@@ -218,30 +218,30 @@ def estimate(
     layers_per_stage: Sequence[int] | None = None,
     calibration: Calibration | None = None,
 ) -> Estimate:
-    """Estimate memory and time of a training step on any number of devices, without any of them.
+    """Estimate memory and time of a training step on any number of devices, without access to one.
 
     >>> from sim.mesh.estimate import estimate
     >>> est = estimate("llama-tiny", ParallelDims(dp_shard=4, world_size=4), batch=2, seq_len=64, hardware="h100-sxm")
     >>> est.memory.fits(), est.time.step.low < est.time.step.value < est.time.step.high
     (True, True)
 
-    The real model, plan and engine run on tensors without values, one rank of each kind; what they do is priced by
-    the calibrated figures of the hardware, and replayed. It costs seconds, whatever the number of devices.
+    The real model, plan and engine run on fake tensors, once for each kind of rank. The recorded operations are priced
+    by the hardware's calibrated figures and replayed. It takes seconds, whatever the number of devices.
 
     Args:
         model: a name (`sim.mesh.model_names`), a config of `hyper_parallel.models`, or `sim.mesh.Custom`.
         dims: the degrees of parallelism.
         batch: sequences per step on each data-parallel rank: the global batch over dp_replicate * dp_shard * ep.
-        seq_len: tokens of a sequence.
+        seq_len: tokens per sequence.
         hardware: a name (`sim.mesh.machine_names`), the path of a TOML file, or a `sim.mesh.Machine`.
-        recipe: the run: its precision, recomputation, sharding, schedule, `train.accumulate`. None: `Recipe()`, and
-            in a pipeline a micro-batch for each sequence.
-        layers_per_stage: of a pipeline; None: balanced.
-        calibration: figures to price with; None: those of the package.
+        recipe: precision, recomputation, sharding, schedule and `train.accumulate` of the run. None: `Recipe()`, with
+            one micro-batch per sequence in a pipeline.
+        layers_per_stage: layers of each pipeline stage; None: balanced.
+        calibration: figures for prices; None: the package's.
 
     Raises:
         ValueError: degrees, sizes or names that do not fit; sizes in the model that depend on values.
-        UnknownOperation: an operation that there is no price for.
+        UnknownOperation: an operation has no price.
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
     find_machine(hardware)  # an unknown name is reported first
@@ -250,7 +250,7 @@ def estimate(
 
 
 def usual_recipe(dims: ParallelDims, batch: int) -> Recipe:
-    """Return the recipe of an estimate that is given none."""
+    """Return the default recipe: one micro-batch per sequence in a pipeline, else one micro-batch."""
     return Recipe().cut_into(batch if dims.pp_enabled else 1)
 
 
@@ -271,24 +271,24 @@ def estimate_run(
     (True, 2)
 
     Args:
-        run: what `hyper_parallel.trainer.train` is given, or `load_config` reads.
-        devices: that it would run on, a rank on each.
+        run: as for `hyper_parallel.trainer.train`, e.g. read by `load_config`.
+        devices: number of devices, one rank on each.
         hardware: a name of `machine_names()`, the path of a file, or a `Machine`.
-        routing: how tokens go to experts; None: evenly.
-        calibration: figures to price with; None: those of the package.
+        routing: distribution of tokens over experts; None: even.
+        calibration: figures for prices; None: the package's.
 
     Raises:
-        TypeError: no `Config`.
-        ValueError: as `train`, before it starts; a hardware that is not known.
-        UnknownOperation: an operation that there is no price for.
+        TypeError: `run` is not a `Config`.
+        ValueError: a check that `train` makes before its first step fails, or the hardware is unknown.
+        UnknownOperation: an operation has no price.
     """
     return estimate_job(Job.of_run(run, devices, routing=routing), hardware, calibration)
 
 
 def estimate_job(job: Job, hardware: str | Path | Machine, calibration: Calibration | None = None) -> Estimate:
-    """Trace a job, and estimate it on a hardware; see `estimate`."""
+    """Trace a job and price it on a hardware; see `estimate`."""
     found, recipe = find_machine(hardware), job.recipe
-    if found.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
+    if found.family == "cpu":  # torch has a fused RMSNorm kernel on accelerators only
         recipe = dataclasses.replace(recipe, norm="eager")
     job = dataclasses.replace(job, recipe=recipe, ring_kernel=ring_kernel_of(found, calibration), machine=found)
     with collector_paused():
@@ -296,13 +296,13 @@ def estimate_job(job: Job, hardware: str | Path | Machine, calibration: Calibrat
 
 
 def price(programs: list[Program], job: Job, hardware: Machine, calibration: Calibration | None = None) -> Estimate:
-    """Estimate what has been traced already, on a hardware.
+    """Estimate a traced job on a hardware.
 
     Args:
-        programs: what `sim.mesh.tracing.trace.trace` has returned for the job.
-        job: what was traced.
-        hardware: to run it on.
-        calibration: figures to price with; None: those of the package.
+        programs: result of `sim.mesh.tracing.trace.trace` for the job.
+        job: the traced job.
+        hardware: the hardware to price for.
+        calibration: figures for prices; None: the package's.
     """
     figures = calibration or load_calibration()
     general = figures.of(hardware, "estimate", hardware.family)
@@ -317,25 +317,25 @@ def price(programs: list[Program], job: Job, hardware: Machine, calibration: Cal
 
 
 def kernels_of(job: Job) -> tuple[str, ...]:
-    """Return of which kinds of kernels published runs must tell how sure the estimate of a step is."""
+    """Return the kinds of kernels whose published runs determine the spread of a step, e.g. `("experts",)`."""
     return (*(("experts",) if job.model.family == "moe" else ()), *job.recipe.kernels) or ("dense",)
 
 
 def level_of(runs: int, of_family: int) -> str:
-    """Return how much is known of steps with a kind of kernels.
+    """Return how well published runs cover steps with a kind of kernels.
 
     >>> [level_of(*seen) for seen in ((10, 90), (1, 90), (0, 90), (0, 0))]
     ['often', 'seldom', 'never', 'nothing']
 
     Args:
-        runs: published ones of the framework on the family of devices, that figures were fitted to.
-        of_family: those of all frameworks.
+        runs: number of published runs of the framework on the family of devices, used in the fit.
+        of_family: number of published runs of all frameworks on the family.
     """
     return ("often" if runs >= _MANY else "seldom") if runs else "never" if of_family else "nothing"
 
 
 def step_spread(general: Mapping[str, Any], kernels: Sequence[str]) -> float:
-    """Return the standard deviation of the logarithm of a step, beside that of its prices; see `level_of`."""
+    """Return the standard deviation of the logarithm of a step, without the part from prices; see `level_of`."""
     own, family, spreads = general.get("framework", {}), general.get("seen", {}), general["spread"]
     return max(float(spreads[kind][level_of(own.get(kind, 0), family.get(kind, 0))]) for kind in kernels)
 
@@ -344,9 +344,9 @@ def memory_of(programs: Sequence[Program], hardware: Machine, general: Mapping[s
     """Replay the memory of each class of ranks.
 
     Args:
-        programs: one of each class.
-        hardware: that they run on.
-        general: figures of estimates, the section `estimate` of a calibration.
+        programs: one per class.
+        hardware: the hardware they run on.
+        general: section `estimate` of a calibration.
     """
     if hardware.family == "cpu":
         rules = PLAIN
@@ -373,16 +373,16 @@ def time_of(
     steps: int = 1,
     kernels: Sequence[str] = ("dense",),
 ) -> TimeEstimate:
-    """Say where the time of a replayed step goes, on the slowest class of ranks.
+    """Return the terms of a replayed step's time on the slowest class of ranks.
 
     Args:
         timeline: of the step.
-        world_size: ranks in all.
-        hardware: that they run on.
-        general: figures of estimates, the section `estimate` of a calibration.
-        at_peak: seconds that a device would compute at its peak.
-        tokens: of a step, for each device.
-        steps: that the timeline holds.
+        world_size: number of ranks.
+        hardware: the hardware they run on.
+        general: section `estimate` of a calibration.
+        at_peak: seconds per step of a device that computes at its peak.
+        tokens: tokens of a step per device.
+        steps: number of steps in the timeline.
         kernels: see `kernels_of`.
     """
     slowest = timeline.slowest
@@ -415,9 +415,9 @@ def time_of(
 
 
 def _evidence(rank: RankTime, names: Sequence[str] | None = None) -> tuple[str, float]:
-    """The grade of the weakest evidence that makes up a tenth or more, and the spread of all of it.
+    """Return the weakest grade among kinds of evidence with 10 % of the time or more, and the spread of all evidence.
 
-    What one kind of operation's price is off by is the same for all of the kind, and independent of other kinds.
+    Errors in the price of one kind of operation are fully correlated; errors of different kinds are independent.
     """
     evidence: PriceBasis = rank.evidence
     chosen = evidence.seconds if names is None else {n: evidence.seconds[n] for n in names if n in evidence.seconds}

@@ -1,4 +1,4 @@
-"""An estimate in words: what takes the time and the memory, how sure that is, and what to change."""
+"""An estimate in words: the largest terms of time and memory, their uncertainty, and suggested changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.report import gib, headline, interval, kinds, per_second, percent, rate_of, seconds, terms
 
 _WIDTH = 120
-_SHOWN = 0.01  # of the step, or of memory: what is less is not shown
+_SHOWN = 0.01  # share of the step, or of memory: smaller terms are not shown
 _GRADES = {
     "measured": "measured on this hardware",
     "calibrated": "fitted to published measurements",
@@ -34,12 +34,12 @@ _MEANINGS = {
 
 
 def explain(estimate: Any, check: int = 0, estimator: Callable[..., Any] | None = None) -> str:
-    """Return the largest terms in words with their evidence grades, what bounds the step, and what to change.
+    """Return a text with the largest terms, their evidence grades, the bound of the step, and suggested changes.
 
     Args:
-        estimate: what `sim.mesh.estimate` has returned.
-        check: how many of the suggested changes are estimated, too: each costs what an estimate costs.
-        estimator: what estimates them, such as `sim.mesh.estimate`; None: none is estimated.
+        estimate: a result of `sim.mesh.estimate`.
+        check: number of suggested changes to estimate as well; each costs a full estimate.
+        estimator: function that estimates them, e.g. `sim.mesh.estimate`; None: no change is estimated.
     """
     parts = [headline(estimate), _in_short(estimate), _time(estimate), _memory(estimate), _bound(estimate)]
     parts.append(_changes(estimate, check, estimator))
@@ -88,7 +88,7 @@ def _memory(estimate: Any) -> str:
 
 
 def _bound(estimate: Any) -> str:
-    """Say what would have to be faster for the step to be shorter."""
+    """Return a text that names the term that bounds the step."""
     step, named = estimate.time.step.value, dict(terms(estimate))
     waits = {name: q.value for name, q in named.items() if name.startswith("exposed")}
     communication = sum(waits.values())
@@ -154,18 +154,18 @@ def _wrapped(text: str) -> str:
 
 # Advice: single changes that an estimate suggests, the most promising first -------------------------------------------
 
-_FULL = 0.95  # of a device's memory: no room for what allocators lose
+_FULL = 0.95  # share of a device's memory: above it, no room for fragmentation
 _ROOM = 0.75
-_MUCH = 0.05  # of a step, or of memory: worth a word
+_MUCH = 0.05  # share of a step, or of memory: smaller terms suggest no change
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change.
+    """One suggested change.
 
     Attributes:
-        change: what to do, as one would type it.
-        why: which figure suggests it.
+        change: the change as a user types it, e.g. `accumulate=8`.
+        why: the figure that suggests it.
         saves: "memory" or "time".
         dims: the degrees after it.
         recipe: the recipe after it.
@@ -181,7 +181,7 @@ class Advice:
 
 
 def advise(estimate: Any) -> list[Advice]:
-    """Return changes worth a try, without having tried them."""
+    """Return changes worth a try, without estimating them."""
     return list(_Advisor(estimate).all())
 
 
@@ -201,7 +201,7 @@ class _Advisor:
         yield from self._time()
 
     def _share(self, category: str) -> float:
-        """Part of the fullest rank's memory."""
+        """Return a category's share of the fullest rank's memory."""
         return float(self.fullest.by_category.get(category, 0) / max(self.fullest.peak_allocated, 1))
 
     def _with(self, change: str, why: str, saves: str, recipe: Recipe) -> Advice:
@@ -260,7 +260,7 @@ class _Advisor:
         dims = self.dims
         if self.batch % 2 or dims.tp % 2:
             return
-        # Half the ranks along tp, twice along dp: each data-parallel rank takes half of the sequences.
+        # Halve tp and double dp_shard, so each data-parallel rank takes half the sequences.
         fewer = dataclasses.replace(
             dims, tp=dims.tp // 2, dp_shard=2 * dims.dp_shard, etp=dims.tp // 2 if dims.etp > 1 else dims.etp
         )
@@ -276,5 +276,5 @@ class _Advisor:
         return float(sum(quantity.value for axis, quantity in self.estimate.time.exposed.items() if axis in axes))
 
     def _splits_backward(self) -> bool:
-        """Whether the schedule goes backward twice, which neither selective checkpointing nor compile can."""
+        """Return True if the schedule splits backward in two, which excludes selective checkpointing and compile."""
         return self.dims.pp > 1 and self.recipe.parallel.pipeline.splits_backward

@@ -23,7 +23,7 @@ class StagePart(StageSlice):
     """One stage of a pipeline, or the whole model.
 
     Attributes:
-        rank: along the pipeline axis, who has it.
+        rank: position along the pipeline axis of the rank that holds it.
     """
 
     rank: int
@@ -31,20 +31,20 @@ class StagePart(StageSlice):
 
 @dataclass(frozen=True)
 class Job:
-    """A training step to be estimated.
+    """A training step to estimate.
 
     Args:
-        model: which.
+        model: the model.
         dims: the degrees of parallelism.
-        batch: sequences per step on each rank that reads its own: the global batch over dp_replicate * dp_shard * ep.
-        seq_len: tokens of a sequence.
-        recipe: the run; model, degrees, batch and `layers_per_stage` in it become those of the job.
-        layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
-        ring_kernel: whose fused attention computes the blocks of a ring: "flash" or "cudnn" of GPUs, "npu" or "cpu".
-            `estimate` takes the device's.
-        machine: that redistributions are planned for; None: an unnamed one of one node. Jobs that differ in it alone
-            are equal. `estimate` takes its hardware.
-        seat: which rank of each stage stands for the others, counted from the one whose experts get most tokens.
+        batch: sequences per step on each data-parallel rank: the global batch over dp_replicate * dp_shard * ep.
+        seq_len: tokens per sequence.
+        recipe: the run; the job overwrites its model, degrees, batch and `layers_per_stage`.
+        layers_per_stage: layers of each pipeline stage; None: balanced, with embedding and head counted as layers.
+        ring_kernel: fused attention that computes the blocks of a ring: "flash" or "cudnn" of GPUs, "npu" or "cpu".
+            `estimate` sets the device's.
+        machine: target of the redistribution plans; None: an unnamed machine with one node. It is ignored when jobs
+            are compared. `estimate` sets its hardware.
+        seat: offset of the recorded rank in each stage, from the rank whose experts get the most tokens.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -89,7 +89,7 @@ class Job:
         check_engine(self.recipe, self.dims)
 
     def _arranged(self) -> Recipe:
-        """Return the recipe with the model, degrees and batch of the job: the run that `train` would take."""
+        """Return the recipe with the job's model, degrees and batch: the run that `train` would take."""
         parallel = self.recipe.parallel.placed(self.dims, self.layers_per_stage)
         sequences = self.batch * self.dims.batch_ranks
         train = replace(self.recipe.train, batch_size=sequences, seq_len=self.seq_len)
@@ -101,7 +101,7 @@ class Job:
 
     @classmethod
     def of_run(cls, run: Config, world_size: int, *, model: Model | None = None, routing: Routing | None = None) -> Job:
-        """Return the step of a training run: what `hyper_parallel.trainer.train` would do on so many ranks.
+        """Return the step of a training run, as `hyper_parallel.trainer.train` takes it on `world_size` ranks.
 
         >>> from hyper_parallel.trainer.config import ParallelConfig
         >>> job = Job.of_run(Config(parallel=ParallelConfig(tp=2)), world_size=8)
@@ -109,13 +109,13 @@ class Job:
         (4, 4, 3, 'fp32')
 
         Args:
-            run: the same that is trained.
+            run: the training run.
             world_size: number of ranks.
-            model: in place of the run's own: one that the trainer does not know.
-            routing: how tokens go to experts; None: evenly.
+            model: replaces the run's model, e.g. by a model that the trainer does not know; None: the run's.
+            routing: distribution of tokens over experts; None: even.
 
         Raises:
-            ValueError: as `plan_run`, which `train` calls, too.
+            ValueError: as in `plan_run`, which `train` calls, too.
         """
         parallel = run.parallel
         if model is None:
@@ -135,11 +135,11 @@ class Job:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the trainer's own functions build the model and take the step."""
+        """Return True if the trainer's own functions build the model and run the step."""
         return type(self.model) is LlamaSpec and self.recipe.steps is None
 
     def _check_degrees(self, asked: str) -> None:
-        """Check what the trainer checks, too: heads, experts, and sequences that do not split."""
+        """Raise ValueError if heads, experts or sequences do not split over the degrees, as the trainer does."""
         dims = self.dims
         if (dims.ep_enabled or dims.fold_experts) and self.model.family != "moe":
             less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
@@ -152,26 +152,26 @@ class Job:
 
     @property
     def microbatches(self) -> int:
-        """Parts that the batch is cut into."""
+        """Number of micro-batches of a step."""
         return self.recipe.micro_batches
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of a part."""
+        """Number of sequences in a micro-batch."""
         return self.batch // self.microbatches
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, all ranks together."""
+        """Number of tokens of a step, over all ranks."""
         return self.batch * self.dims.batch_ranks * self.seq_len
 
     @property
     def local_seq_len(self) -> int:
-        """Tokens of a sequence that one rank along cp has."""
+        """Number of tokens per sequence on one rank along cp."""
         return self.seq_len // self.dims.cp
 
     def stages(self) -> list[StagePart]:
-        """Return the stages of all ranks, in model order; one with everything, without a pipeline."""
+        """Return the stages of all ranks, in model order; without a pipeline, one stage with the whole model."""
         count = self.model.num_layers
         if not self.dims.pp_enabled:
             return [StagePart(0, range(count), is_first=True, is_last=True, rank=0)]
@@ -185,7 +185,7 @@ class Job:
 
     @property
     def tied_ranks(self) -> tuple[int, int] | None:
-        """Who has the embedding and who the head, along the pipeline, where both are one weight; else None."""
+        """Pipeline ranks of the embedding and the head if both share one weight; else None."""
         config = getattr(self.model, "config", None)
         if not self.dims.pp_enabled or not getattr(config, "tie_embeddings", False):
             return None
@@ -193,16 +193,16 @@ class Job:
         return parts[0].rank, parts[-1].rank
 
     def rank_of_stage_rank(self, pp_rank: int) -> int:
-        """Return the rank that stands for all at this place of the pipeline: the first along most axes."""
+        """Return the global rank that represents a pipeline rank: the first along most axes."""
         return pp_rank * (self.dims.world_size // self.dims.pp) + self._fullest_rank() + self.seat
 
     @property
     def is_skewed(self) -> bool:
-        """Whether ranks differ, as their experts get more or fewer tokens: the fullest one is recorded."""
+        """Return True if the token counts of experts differ between ranks; then the fullest rank is recorded."""
         return self.dims.ep_enabled and self.recipe.routing is not None and self.recipe.routing != Routing()
 
     def _fullest_rank(self) -> int:
-        """The first rank of a stage whose experts get most tokens."""
+        """Return the first rank of a stage whose experts get the most tokens, relative to the stage."""
         config, routing = self.model.config, self.recipe.routing
         if not self.is_skewed or routing is None:
             return 0

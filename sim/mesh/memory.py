@@ -1,4 +1,4 @@
-"""Replay of a program's memory: how much is allocated and reserved at most, of what, and where in the step."""
+"""Replay of a program's memory: peak allocated and reserved bytes, by category, and the peak's place in the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDING = "rounding"
 """Category of what blocks are larger than asked for, because the allocator did not split them."""
 OTHER = "other"
 """Category of blocks that the program names none for."""
-_FINEST = 0.004  # of the peak: changes below it are not in the curve
+_FINEST = 0.004  # share of the peak: the curve leaves out smaller changes
 _MOST_POINTS = 20_000
 
 
@@ -43,28 +43,28 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassMemory:
-    """Memory of a rank, and of those that are like it, in the second step: the first one takes the optimizer's state.
+    """Memory of a rank class in the second step, because the optimizer allocates its state only in the first.
 
     Attributes:
-        rank: that stands for its class.
-        like: ranks that are alike.
-        peak_allocated: bytes, as `torch.cuda.max_memory_allocated` counts them.
-        peak_reserved: bytes, as `torch.cuda.max_memory_reserved`.
-        at: where in the step `peak_allocated` is reached.
-        by_category: bytes at that moment, largest first; they add up to `peak_allocated`.
-        context_bytes: outside of torch's allocator: the device's context and communicators.
-        first_allocated: peak of the first step.
-        first_reserved: likewise.
+        rank: global rank that represents the class.
+        like: number of ranks in the class.
+        peak_allocated: bytes, as counted by `torch.cuda.max_memory_allocated`.
+        peak_reserved: bytes, as counted by `torch.cuda.max_memory_reserved`.
+        at: place in the step of `peak_allocated`, e.g. `backward of layers.3`.
+        by_category: bytes at that moment, largest first; they sum to `peak_allocated`.
+        context_bytes: bytes outside torch's allocator: the device's context and communicators.
+        first_allocated: peak allocated bytes of the first step.
+        first_reserved: peak reserved bytes of the first step.
         persistent: bytes in use between steps.
-        retries: times in both steps that cached memory had to be returned to the device to stay within its limit.
-        missing: bytes by which the limit was passed all the same; 0: it fits.
-        blocks: the allocation trace replayed, both steps.
-        skipped: those left out of the replay because they repeat what was replayed.
+        retries: number of times in both steps that cached memory was returned to the device to stay within its limit.
+        missing: bytes above the limit in spite of that; 0: it fits.
+        blocks: number of allocations and frees in both steps.
+        skipped: number of them that the replay skipped as repetitions.
         categories: in the order of `CurvePoint.totals`.
         curve: memory over the steady step.
-        unmatched: blocks freed in the second step that were not in use: an error of the recording if not 0.
-        on_host: bytes in the host's memory by category, when they are most in the second step, largest first.
-        held: bytes of weights that ranks hold, and how many ranks that many, see `Program.held`.
+        unmatched: frees in the second step of blocks that were not in use; not 0: an error of the recording.
+        on_host: bytes in the host's memory by category, at their peak in the second step, largest first.
+        held: pairs of weight bytes and number of ranks that hold that many, see `Program.held`.
     """
 
     rank: int
@@ -89,27 +89,27 @@ class ClassMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory at most."""
+        """Peak bytes in the host's memory."""
         return sum(self.on_host.values())
 
 
 def replay_memory(
     program: Program, rules: AllocatorRules | None = CACHING, *, context_bytes: int = 0, cut: bool = True
 ) -> ClassMemory:
-    """Replay what a program allocates and frees: what builds the model, then two steps.
+    """Replay a program's allocations and frees: the build of the model, then two steps.
 
-    Each micro-batch has its own instance of the blocks that its forward allocates and its backward frees. Blocks that
-    are allocated outside of micro-batches, or freed there, such as accumulated gradients, or never freed, exist
-    once.
+    Each micro-batch has its own instance of the blocks that its forward allocates and its backward frees. Other blocks
+    exist once: those allocated or freed outside of micro-batches, e.g. accumulated gradients, and those never freed.
 
-    Long schedules repeat themselves: once the allocator is, block by block, in a state that it has been in before at
-    the same point of the schedule's pattern, the repetitions are left out. The result is the same.
+    Repetitions of a long schedule are skipped without an effect on the result. A repetition is found when the allocator
+    is, block by block, in a state that it had before at the same point of the schedule's pattern.
 
     Args:
         program: of a rank.
-        rules: of the allocator. None: no allocator, sizes are only rounded up to 512 bytes; reserved is then allocated.
-        context_bytes: to be kept with the result.
-        cut: whether repetitions are left out.
+        rules: rules of the allocator. None: no allocator; sizes are rounded up to 512 bytes, and reserved equals
+            allocated.
+        context_bytes: stored in the result.
+        cut: skip repetitions.
     """
     plan = MemoryPlan(program)
     replay = _Replay(plan, rules if rules is not None else AllocatorRules(caching=False), cut)
@@ -150,14 +150,14 @@ def replay_memory(
 
 
 def with_workspaces(program: Program, size: int) -> Program:
-    """Return a program that has taken, once the model is built, the workspaces of its matrix products.
+    """Return a copy of a program that allocates cuBLAS workspaces after the build of the model.
 
-    Torch gives cuBLAS one for each handle and stream, and never takes it back. Each thread has a handle of its own, and
-    backward runs in a thread of autograd's.
+    Torch gives cuBLAS one workspace per handle and stream, and never frees it. Each thread has its own handle, and
+    backward runs in autograd's thread, so forward and backward count separately.
 
     Args:
         program: of a rank.
-        size: bytes of a workspace; 0: none is taken.
+        size: bytes of a workspace; 0: no workspace.
     """
     users = set()
     last = 0
@@ -176,7 +176,7 @@ def with_workspaces(program: Program, size: int) -> Program:
 
 
 class _Jump(NamedTuple):
-    """Positions from `start` to `end` are left out: they repeat those from `like`, `shift` micro-batches on."""
+    """A skipped range of positions, `start` to `end`: it repeats the one from `like`, `shift` micro-batches later."""
 
     start: int
     end: int
@@ -186,7 +186,7 @@ class _Jump(NamedTuple):
 
 @dataclass
 class _Step:
-    """What the replay of a step has found."""
+    """Result of the replay of a step."""
 
     allocated: int = 0
     position: int = -1
@@ -198,19 +198,19 @@ class _Step:
 
 
 class _Replay:
-    """The blocks in use, by number: those of micro-batch n are `stride * (n + 1)` higher."""
+    """Replay with an allocator; block numbers of micro-batch n are `stride * (n + 1)` higher."""
 
     def __init__(self, plan: MemoryPlan, rules: AllocatorRules, cut: bool) -> None:
         self.plan = plan
         self.allocator = CachingAllocator(rules)
         self.live: dict[int, MemoryBlock] = {}
-        self.between: dict[int, int] = {}  # what is in use between the steps: sizes that were asked for
-        self.retries = 0  # in what was left out
+        self.between: dict[int, int] = {}  # requested bytes of the blocks in use between the steps
+        self.retries = 0  # in skipped repetitions
         self.pattern = find_pattern(plan.program.order) if cut else None
         self.found = _Step()
 
     def all(self) -> tuple[_Step, int, _Step]:
-        """Replay what builds the model, and two steps; return both, and what is in use between them."""
+        """Replay the build of the model and two steps; return the first step, the bytes in use after it, the second."""
         for key in self.plan.program.segments:
             if key[0] == "build":
                 self.item(key, -1, -1)
@@ -233,8 +233,8 @@ class _Replay:
             self.item(*order[position], position)
             self.found.reserved_after[position] = self.allocator.reserved
             position += 1
-        # Not what is reserved after each segment: what a segment gives back again, or cached memory that is returned
-        # to the device within one, would be missed.
+        # Track the peak inside the allocator, not after each segment: a segment may free blocks, or return cached
+        # memory to the device, so its own peak would be missed.
         self.found.reserved = self.allocator.peak_reserved
         return self.found
 
@@ -259,7 +259,7 @@ class _Replay:
                     found.position, found.index = position, index
 
     def _jump(self, pattern: Pattern, position: int, seen: dict[object, tuple[int, int]]) -> int:
-        """Return the position to go on from: later than the given one if the state was seen before."""
+        """Return the position to continue from: later than `position` if the allocator's state repeats."""
         stride = self.plan.stride
         moved = stride * pattern.shift * ((position - pattern.start) // pattern.length)
         names = {id(block): (n - moved if n >= stride else n) for n, block in self.live.items()}
@@ -281,7 +281,7 @@ class _Replay:
 
 
 class _Walk:
-    """Sizes in use by category in the second step, without an allocator."""
+    """Bytes in use by category in the second step, without an allocator."""
 
     def __init__(self, plan: MemoryPlan, between: dict[int, int]) -> None:
         self.plan = plan
@@ -298,7 +298,7 @@ class _Walk:
         return self.numbers[self.plan.program.categories.get(block, OTHER)]
 
     def item(self, key: tuple[str, int, str], batch: int) -> Iterator[tuple[int, int]]:
-        """Replay a segment; yield the index of each event that changes something, and by how much, after the change."""
+        """Replay a segment; after each change of a block, yield the index of its event and the change in bytes."""
         shift = self.plan.stride * (batch + 1)
         live, totals, category = self.live, self.totals, self._category
         for block, size, _, each, index in self.plan.memory[key]:
@@ -315,7 +315,7 @@ class _Walk:
                 yield index, used[1]
 
     def step(self, found: _Step) -> dict[str, int]:
-        """Replay the step as it was found; return the totals at its peak, and keep the curve."""
+        """Replay the step with the found jumps; return the totals at its peak, and record the curve."""
         order, stride = self.plan.program.order, self.plan.stride
         jumps = {jump.start: jump for jump in found.jumps}
         at_peak = list(self.totals)
@@ -326,7 +326,7 @@ class _Walk:
             jump = jumps.get(position)
             if jump is not None:
                 self._repeat(jump, starts)
-                by = stride * jump.shift  # the blocks in use are those of later micro-batches
+                by = stride * jump.shift  # renumber the blocks in use to those of later micro-batches
                 self.live = {(n + by if n >= stride else n): used for n, used in self.live.items()}
                 position = jump.end
                 continue
@@ -340,13 +340,13 @@ class _Walk:
                     at_peak = list(self.totals)
                 if is_peak or abs(total - kept) >= finest:
                     kept = total
-                    # Within a segment at least what is in use is reserved: on a CPU just that.
+                    # `reserved` is of the segment's end; within it, at least the bytes in use are reserved.
                     self.points.append(CurvePoint(position, index, tuple(self.totals), max(reserved, kept)))
             position += 1
         return dict(zip(self.names, at_peak, strict=True))
 
     def _repeat(self, jump: _Jump, starts: dict[int, int]) -> None:
-        """Copy the points of what repeats."""
+        """Copy the points of one repetition for all skipped ones."""
         cycle = self.points[starts[jump.like] :]
         for by in range(jump.start - jump.like, jump.end - jump.like, jump.start - jump.like):
             if len(self.points) + len(cycle) > _MOST_POINTS:
@@ -357,18 +357,18 @@ class _Walk:
 def _by_category(
     plan: MemoryPlan, between: dict[int, int], first: _Step, second: _Step
 ) -> tuple[dict[str, int], list[CurvePoint]]:
-    """Return the bytes of each category at the peak of the second step, and the curve over that step."""
+    """Return the bytes by category at the peak of the second step, and the curve of that step."""
     walk = _Walk(plan, between)
     left = first.reserved_after[max(first.reserved_after)] if first.reserved_after else first.reserved
     walk.points.append(CurvePoint(-1, 0, tuple(walk.totals), left))
     totals = walk.step(second)
-    points, each = walk.points, -(-len(walk.points) // _MOST_POINTS)  # of more points, the highest of neighbours
+    points, each = walk.points, -(-len(walk.points) // _MOST_POINTS)  # thin out, keeping the highest of neighbours
     highest = (max(points[at : at + each], key=lambda it: sum(it.totals)) for at in range(0, len(points), each))
     return totals, list(highest)
 
 
 def _describe(plan: MemoryPlan, position: int, index: int) -> str:
-    """Return where an event of the order is, in words."""
+    """Return an event's place in words, e.g. `backward of layers.3 of micro-batch 2`."""
     program = plan.program
     if position < 0:
         return "between steps"

@@ -27,7 +27,7 @@ Model: TypeAlias = "str | LlamaConfig | Custom | ModelSpec"
 
 
 def model_names() -> tuple[str, ...]:
-    """Return the models that are known by name.
+    """Return the names of all known models.
 
     >>> "llama3-8b" in model_names()
     True
@@ -36,7 +36,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def find_model(model: Model) -> ModelSpec:
-    """Return what an estimate asks of a model.
+    """Return the `ModelSpec` of a model.
 
     >>> spec = find_model("llama3-8b")
     >>> spec.num_parameters, spec.num_layers, round(spec.flops_per_token(8192) / 1e9, 1)
@@ -48,8 +48,8 @@ def find_model(model: Model) -> ModelSpec:
         model: see `Model`.
 
     Raises:
-        TypeError: none of these.
-        ValueError: no such name.
+        TypeError: not a model in this sense.
+        ValueError: an unknown name.
     """
     if isinstance(model, ModelSpec):
         return model
@@ -64,7 +64,7 @@ def find_model(model: Model) -> ModelSpec:
             raise InvalidValue("cannot find the model", blame, seen, hint)
         return LlamaSpec(key, _configs()[key])
     given: object = model
-    if isinstance(model, LlamaConfig) and type(model) in (LlamaConfig, MoEConfig):  # one with more fields is another
+    if isinstance(model, LlamaConfig) and type(model) in (LlamaConfig, MoEConfig):  # a subclass is another model
         kind = "moe" if isinstance(model, MoEConfig) else "llama"
         known = (name for name, config in _configs().items() if are_alike(config, model))
         return LlamaSpec(next(known, f"{kind}-{short_count(model.num_parameters())}"), model)
@@ -90,12 +90,12 @@ def _configs() -> dict[str, LlamaConfig]:
 
 
 def are_alike(one: LlamaConfig, other: LlamaConfig) -> bool:
-    """Whether two shapes are those of one model, for sequences of any length."""
+    """Return True if two configs have the same shape, except for the sequence length."""
     return type(one) is type(other) and dataclasses.replace(one, max_seq_len=other.max_seq_len) == other
 
 
 def short_count(number: int) -> str:
-    """Write a count of parameters as in names of models."""
+    """Return a count of parameters as in model names, e.g. `0.9m`, `8.03b`."""
     for unit, letter in ((1e12, "t"), (1e9, "b"), (1e6, "m")):
         if number >= 0.1 * unit:
             return f"{number / unit:.3g}{letter}" if number >= unit else f"{number / unit:.1g}{letter}"
@@ -104,39 +104,39 @@ def short_count(number: int) -> str:
 
 @dataclass(frozen=True)
 class LlamaSpec(ModelSpec):
-    """A `Llama`, with experts a `MoELlama`."""
+    """A `Llama`, or a `MoELlama` if the config has experts."""
 
     name: str
     config: LlamaConfig
 
     @property
     def family(self) -> str:
-        """The kind of model."""
+        """`moe` with experts, else `llama`."""
         return "moe" if isinstance(self.config, MoEConfig) else "llama"
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that a token uses."""
+        """Number of parameters that a token uses."""
         return self.config.num_active_parameters() if isinstance(self.config, MoEConfig) else self.num_parameters
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Dense blocks come first, those with experts after them."""
+        """Kind of each layer; dense layers precede the layers with experts."""
         config, layers = self.config, range(self.num_layers)
         has_experts = [isinstance(config, MoEConfig) and not config.is_dense(layer) for layer in layers]
         return tuple("experts" if each else "dense" for each in has_experts)
 
     def at(self, seq_len: int) -> LlamaConfig:
-        """Return the config with tables just as long as the sequences."""
+        """Return the config with position tables as long as the sequences."""
         return dataclasses.replace(self.config, max_seq_len=seq_len)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward, no recompute, attention in full."""
+        """Return the FLOPs of forward and backward per token, without recomputation, with attention in full."""
         return flops_per_token(self.at(seq_len), seq_len)
 
     def build(
         self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
-        """Make the model, or a stage of it; see `ModelSpec.build`."""
+        """Build the model, or a stage of it; see `ModelSpec.build`."""
         whole: Llama = (MoELlama if self.family == "moe" else Llama)(self.at(seq_len))
         return whole.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)

@@ -1,8 +1,8 @@
 """The program of one rank in a step, as data: operations, communication, waits, allocations and frees.
 
-A `Program` is recorded once from the real model and engine (`tracing/record.py`) and knows nothing of any
-device. It is priced, replayed and drawn afterwards, as often as one likes. Events are in the order in which the rank's
-host issues them.
+A `Program` is recorded once from the real model and engine (`tracing/record.py`), independent of any device. It is
+priced, replayed and drawn afterwards, as often as needed. Events are in the order in which the rank's host issues
+them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HOST_COPIES = MappingProxyType(
 
 
 class Touch(NamedTuple):
-    """What an operation reads or writes of a block of memory.
+    """Bytes that an operation reads or writes in one block of memory.
 
     Attributes:
-        block: which.
-        bytes: how much of it.
+        block: number of the block.
+        bytes: bytes read or written.
     """
 
     block: int
@@ -43,18 +43,18 @@ class Op(NamedTuple):
     """One kernel.
 
     Attributes:
-        name: torch's, such as `aten.mm`.
-        kind: `matmul`, `attention`, `attention_backward`, `memory` (bounded by what it reads and writes), `scalar`,
-            `general` (the same, slower for how operands lie in memory, see `memory_kind`), `random`, `optimizer`,
-            `fused` (several of them as one kernel), `host` (nothing on the device), or `on_host` (computed by the host,
-            in its memory).
+        name: torch's name, e.g. `aten.mm`.
+        kind: `matmul`, `attention`, `attention_backward`, `memory` (bounded by reads and writes), `scalar`, `general`
+            (as `memory`, but slower because of the operands' layout in memory, see `memory_kind`), `random`,
+            `optimizer`, `fused` (several operations as one kernel), `host` (nothing on the device), or `on_host`
+            (computed by the host, in its memory).
         flops: floating-point operations.
-        reads: what it reads.
-        writes: what it writes.
-        dtype: that it computes in, such as `bfloat16`.
+        reads: blocks read.
+        writes: blocks written.
+        dtype: dtype of the computation, e.g. `bfloat16`.
         shape: of a matmul `(batch, m, n, k)`; of an attention `(batch, heads, kv_heads, queries, keys, head_dim,
-            is_causal)`; of `scalar` and `general` `(elements,)`; of a `host` one perhaps `(how many,)`; else ().
-        stream: where it is queued.
+            is_causal)`; of `scalar` and `general` `(elements,)`; of `host` `(count,)` or (); else ().
+        stream: number of the stream it is queued on.
         place: number of its `Place`.
     """
 
@@ -82,20 +82,20 @@ class Op(NamedTuple):
 class Comm(NamedTuple):
     """A collective, one side of a point-to-point transfer, or a copy between host and device.
 
-    It runs on a stream of its group's own; copies have one for each direction.
+    It runs on a stream of its group; copies have one stream for each direction.
 
     Attributes:
         op: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`, `recv` ..., or one of
             `HOST_COPIES`.
         group: number of its `CommGroup`.
-        size: bytes of the full buffer, as nccl-tests count: what is gathered, or what goes into a reduction.
+        size: bytes of the full buffer, as nccl-tests count: the gathered output, or the input of a reduction.
         moved: the larger of the bytes that the rank sends and receives.
         dtype: of the data.
-        stream: that it was issued from: it starts after what is queued there.
-        handle: what a `Wait` names.
+        stream: number of the issuing stream; it starts after the earlier work on that stream.
+        handle: number by which a `Wait` refers to it.
         place: number of its `Place`.
-        peer: of a send or recv: the global rank on the other side.
-        messages: tensors that go together in it.
+        peer: of a send or recv: the global rank on the other side; else None.
+        messages: number of tensors in it.
     """
 
     op: str
@@ -111,34 +111,34 @@ class Comm(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Later work on `stream` starts after the communication `handle`; the host goes on."""
+    """Later work on `stream` starts after the communication `handle`; the host does not block."""
 
     handle: int
     stream: int
 
 
 class EventRecord(NamedTuple):
-    """`event` is reached when what is queued on `stream` so far is done."""
+    """`event` is reached when all work queued on `stream` so far is done."""
 
     event: int
     stream: int
 
 
 class Await(NamedTuple):
-    """Later work on `stream` starts after `event`; the host goes on."""
+    """Later work on `stream` starts after `event`; the host does not block."""
 
     event: int
     stream: int
 
 
 class HostWait(NamedTuple):
-    """The host waits for what is queued on `stream` so far; None: for everything."""
+    """The host blocks until all work queued on `stream` so far is done; None: on all streams."""
 
     stream: int | None
 
 
 class Alloc(NamedTuple):
-    """A block of memory is taken: of the device's, or of the host's where the program says so."""
+    """Allocation of a block, in the device's memory or, if the program lists it in `on_host`, in the host's."""
 
     block: int
     bytes: int
@@ -146,7 +146,7 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A block of memory is freed."""
+    """Free of a block."""
 
     block: int
 
@@ -155,17 +155,17 @@ Event: TypeAlias = Op | Comm | Wait | EventRecord | Await | HostWait | Alloc | F
 
 
 class Place(NamedTuple):
-    """Where in the program an event belongs.
+    """Position of an event in the training step and the model.
 
     Attributes:
         phase: `build`, `forward`, `loss`, `backward`, `reduce` (left-over gradient communication),
             `optimizer`.
         layer: number of the block in the whole model; None: outside of blocks.
-        module: path of the innermost module, such as `layers.3.attention`; empty where it is not known.
-        recomputes: whether it does again what forward has done, for activation checkpointing.
-        compiled: number of the compiled region that it is in, where a compiler makes few kernels of many operations;
+        module: path of the innermost module, e.g. `layers.3.attention`; empty: unknown.
+        recomputes: True if it repeats forward for activation checkpointing.
+        compiled: number of its compiled region, in which a compiler fuses operations into few kernels;
             0: none, every operation is a kernel.
-        watched: whether a dispatch mode sees its operations in Python first, as those of selective checkpointing do.
+        watched: True if a dispatch mode sees its operations in Python first, e.g. in selective checkpointing.
     """
 
     phase: str
@@ -177,10 +177,10 @@ class Place(NamedTuple):
 
 
 class CommGroup(NamedTuple):
-    """The ranks of a communication, and the axis of the mesh that they lie along.
+    """The ranks of a communication, and the mesh axis along which they lie.
 
     Attributes:
-        axis: of the mesh, such as `tp`; `world`.
+        axis: mesh axis, e.g. `tp`, or `world`.
         ranks: global ranks, in group order.
     """
 
@@ -190,12 +190,12 @@ class CommGroup(NamedTuple):
 
 @dataclass
 class Segment:
-    """A part of a step that repeats: the forward or backward of a stage for one micro-batch, or what comes around.
+    """A repeated part of a step: forward or backward of a stage for one micro-batch, or the work around them.
 
     Attributes:
         name: `forward`, `backward`, `optimizer`, `build` ...
-        stage: number of the pipeline stage; -1 for what belongs to all.
-        variant: `first`, `steady` or `last` micro-batch of a step; `only` where there is one, or no such thing.
+        stage: number of the pipeline stage; -1: shared by all stages.
+        variant: `first`, `steady` or `last` micro-batch of a step; `only` if there is one, or none.
         events: in the order of issue.
     """
 
@@ -207,26 +207,26 @@ class Segment:
 
 @dataclass
 class Program:
-    """What one rank, and all that are like it, do in a step.
+    """The events of one rank in a step, which stand for all ranks of its class.
 
-    A block that a segment allocates and another one frees has one number in both; for pipelines, in which several
-    micro-batches are under way, `step` gives each micro-batch its own.
+    A block that one segment allocates and another frees has the same number in both. In pipelines several micro-batches
+    are in flight, so the replay gives each micro-batch its own instance.
 
     Attributes:
-        rank: the device that stands for its class.
-        like: how many ranks are alike.
-        world_size: ranks in all.
-        groups: of its communication.
-        places: of its events.
+        rank: global rank that represents its class.
+        like: number of ranks in the class.
+        world_size: number of ranks.
+        groups: groups of its communication.
+        places: places of its events.
         categories: of blocks: `parameters`, `gradients`, `optimizer`, `activations`, `gathered weights`,
             `communication`, `logits`, `inputs`, `workspace`.
         segments: by (name, stage, variant).
-        order: the segments of a step and the number of the micro-batch each works on (-1: none), in the order of the
-            rank's schedule. `build` is not among them.
+        order: keys of the step's segments, each with its micro-batch (-1: none), in the order of the rank's schedule.
+            `build` is not included.
         stages: pipeline stages of the rank, in model order.
-        on_host: blocks that are in the host's memory.
-        held: bytes of the weights that ranks of its stages hold, and how many ranks that many, its own first; empty:
-            all ranks are alike.
+        on_host: numbers of the blocks in the host's memory.
+        held: pairs of weight bytes held and number of ranks that hold that many, its own rank first; empty: all ranks
+            are alike.
     """
 
     rank: int
@@ -242,6 +242,6 @@ class Program:
     held: tuple[tuple[int, int], ...] = ()
 
     def segments_in_order(self) -> Iterator[tuple[Segment, int]]:
-        """Yield the segments of a step with the micro-batch of each."""
+        """Yield the segments of a step, each with its micro-batch."""
         for key, batch in self.order:
             yield self.segments[key], batch

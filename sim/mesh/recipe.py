@@ -1,4 +1,4 @@
-"""A run as its step is estimated, and how tokens go to experts."""
+"""Recipe of a run whose step is estimated, and the routing of tokens to experts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Loads
 from hyper_parallel.trainer.config import DTYPES, Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 
-# Token counts per expert where no value gives them: an input of an estimate, the same on every machine ----------------
+# Token counts per expert, an input of the estimate because fake tensors have no values; equal on every machine --------
 
 _ROUTING = "cannot route tokens to experts"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What part of the tokens each expert gets.
+    """Distribution of tokens over experts.
 
     >>> Routing().counts(tokens=6, experts=4, per_token=2, ranks=2).tolist()
     [[3, 3, 3, 3], [3, 3, 3, 3]]
@@ -35,16 +35,16 @@ class Routing:
     >>> Routing.zipf(1.0).heaviest(tokens=4096, experts=8, per_token=2, ranks=4)
     0
 
-    A token goes to an expert once, so none gets more than all tokens: what an expert's share has above that goes to the
-    others. All ranks are taken to have equally many tokens, and every layer the same routing.
+    A token visits an expert at most once, so no expert gets more than all tokens. The excess of an expert's share is
+    spread over the others. All ranks are assumed to have equally many tokens, and all layers the same routing.
 
     Args:
-        shares: of each expert, any positive numbers and zeros; they are divided by their sum. None: see `exponent`.
-        exponent: without shares: expert i (from 1) has a share of 1 / i ** exponent; 0: all have the same.
-        seed: counts are drawn, for each rank anew; None: they are the shares, rounded.
+        shares: one number of at least 0 per expert; they are divided by their sum. None: use `exponent`.
+        exponent: without shares: expert i (from 1) has a share of 1 / i ** exponent; 0: equal shares.
+        seed: draw counts at random, anew for each rank; None: the rounded shares.
 
     Raises:
-        TypeError: values of another type.
+        TypeError: a value of another type.
         ValueError: negative shares, or none above zero.
     """
 
@@ -74,7 +74,7 @@ class Routing:
         return cls(exponent=exponent)
 
     def drawn(self, seed: int = 0) -> Routing:
-        """Return one whose counts are drawn: what a router without bias does to alike experts, and more.
+        """Return a copy with random counts, e.g. as a router without bias treats experts of equal weights.
 
         >>> Routing().drawn(seed=1).counts(tokens=8, experts=4, per_token=1, ranks=2).sum(1).tolist()
         [8, 8]
@@ -82,7 +82,7 @@ class Routing:
         return replace(self, seed=seed)
 
     def describe(self) -> str:
-        """Say in a few words what it is."""
+        """Return a short description, e.g. `zipf(1), drawn from seed 0`."""
         if self.shares is not None:
             words = f"by {len(self.shares)} shares"
         else:
@@ -92,13 +92,13 @@ class Routing:
     # Counts
 
     def counts(self, *, tokens: int, experts: int, per_token: int, ranks: int = 1) -> NDArray[np.int64]:
-        """Return how many rows each rank has for each expert, (ranks, experts).
+        """Return the number of rows from each rank to each expert, int64 (ranks, experts).
 
         Args:
-            tokens: of each rank.
-            experts: of a layer.
-            per_token: how many different ones a token goes to.
-            ranks: that have tokens of their own: those that share the experts.
+            tokens: tokens per rank.
+            experts: experts of a layer.
+            per_token: number of different experts per token.
+            ranks: number of ranks that share the experts, each with different tokens.
 
         Raises:
             ValueError: shares for another number of experts, or more experts per token than have a share.
@@ -115,32 +115,32 @@ class Routing:
         return np.stack(drawn)
 
     def received(self, *, tokens: int, experts: int, per_token: int, ranks: int) -> NDArray[np.int64]:
-        """Return how many rows each rank computes, (ranks): for the experts it has, from all."""
+        """Return the number of rows that each rank computes for its experts, from all ranks, int64 (ranks,)."""
         counts = self.counts(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks)
         return counts.sum(0).reshape(ranks, -1).sum(1)
 
     def visits(self, *, tokens: int, experts: int, per_token: int, ranks: int, nodes: int) -> NDArray[np.int64]:
-        """Return how many tokens of each rank have experts on each node, (ranks, nodes).
+        """Return the number of tokens of each rank that have experts on each node, int64 (ranks, nodes).
 
         >>> Routing().visits(tokens=1000, experts=4, per_token=2, ranks=1, nodes=2).tolist()
         [[833, 833]]
 
-        Which experts are chosen together no counts say. Each is taken to be chosen independently of the others, as
-        often as it is, with `per_token` of them in all (conditional Bernoulli sampling; Chen, Dempster and Liu 1994):
-        without shares, all sets of so many experts are as likely.
+        Counts do not determine which experts are chosen together. Each is assumed to be chosen independently at its
+        rate, given `per_token` choices in all (conditional Bernoulli sampling; Chen, Dempster and Liu 1994). With equal
+        shares, all sets of `per_token` experts are equally likely.
 
         Args:
-            tokens: as for `counts`, like the next three.
-            experts: of which nodes have equally many, in order.
-            per_token: as there.
-            ranks: as there.
-            nodes: how many.
+            tokens: tokens per rank.
+            experts: experts of a layer, in order, equally many on each node.
+            per_token: number of different experts per token.
+            ranks: number of ranks that share the experts.
+            nodes: number of nodes.
         """
         counts = self.counts(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks)
         if not tokens:
             return np.zeros((ranks, nodes), dtype=np.int64)
         chance = (counts / tokens).reshape(ranks, nodes, -1)
-        chosen = np.zeros((ranks, nodes, per_token + 1))  # chances of so many experts of a node, chosen independently
+        chosen = np.zeros((ranks, nodes, per_token + 1))  # distribution of the number of chosen experts on a node
         chosen[..., 0] = 1
         for one in np.moveaxis(chance, -1, 0)[..., None]:
             more = chosen[..., :-1] * one
@@ -157,28 +157,28 @@ class Routing:
         return np.rint(tokens * (1 - missed)).astype(np.int64)
 
     def heaviest(self, *, tokens: int, experts: int, per_token: int, ranks: int) -> int:
-        """Return the rank that computes most rows; all wait for it."""
+        """Return the rank that computes the most rows; all others wait for it."""
         return int(self.received(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks).argmax())
 
     def choose(self, *, tokens: int, experts: int, per_token: int, ranks: int = 1, rank: int = 0) -> Tensor:
-        """Return experts for each token of a rank that come to these counts, int64 (tokens, experts per token).
+        """Return experts for each token of a rank that match its counts, int64 (tokens, experts per token).
 
         >>> Routing(shares=[3, 1, 1, 1]).choose(tokens=3, experts=4, per_token=2).tolist()
         [[0, 1], [0, 2], [0, 3]]
         """
         counts = self.counts(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks)[rank]
-        # Nobody has more rows than there are tokens, so the rows of an expert never meet in one token.
+        # No expert has more rows than there are tokens, so a token never gets the same expert twice.
         chosen = np.repeat(np.arange(experts), counts).reshape(per_token, tokens)
         return torch.from_numpy(np.ascontiguousarray(chosen.T))
 
     # In a model
 
     def give_to(self, model: nn.Module, waits: Callable[[], object] | None = None) -> None:
-        """Let the experts of a model take their counts from here, as they cannot from tensors without values.
+        """Make the experts of a model take their counts from this routing, because fake tensors have none to count.
 
         Args:
-            model: with `GroupedExperts`; whether they are split over ranks already makes no difference.
-            waits: called where the host would wait for the device, to read counts.
+            model: contains `GroupedExperts`, split over ranks or not.
+            waits: called where the host would wait for the device to read counts; None: no call.
         """
 
         def count(experts: GroupedExperts, chosen: Tensor, to: Tensor, come: Tensor | None) -> Loads:
@@ -191,7 +191,7 @@ class Routing:
                 module.count_rows = count
 
     def loads(self, experts: GroupedExperts, chosen: Tensor, to: Tensor, come: Tensor | None) -> Loads:
-        """Count rows for `GroupedExperts`, as its `count_rows`."""
+        """Return the row counts of `GroupedExperts`; this is a value for its attribute `count_rows`."""
         per_token = chosen.shape[-1]
         sizes: dict[str, Any] = {
             "tokens": chosen.numel() // per_token,
@@ -233,13 +233,13 @@ class Routing:
 
 
 def _either(some: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the chances of so many in all, (ranks, most + 1), of those of so many here and so many there."""
+    """Convolve two count distributions, (ranks, most + 1) each."""
     most = some.shape[1]
     return np.stack([(some[:, : n + 1] * others[:, n::-1]).sum(1) for n in range(most)], axis=1)
 
 
 def _capped(exact: NDArray[np.float64], most: int) -> NDArray[np.float64]:
-    """Give what is above the most to those below it, by what they have."""
+    """Cap each entry at `most`, and spread the excess over the others in proportion."""
     exact, total = exact.copy(), exact.sum()
     full = np.zeros(len(exact), dtype=bool)
     while (over := (exact > most) & ~full).any():
@@ -252,7 +252,7 @@ def _capped(exact: NDArray[np.float64], most: int) -> NDArray[np.float64]:
 
 
 def _rounded(exact: NDArray[np.float64], rows: int, most: int, rank: int) -> NDArray[np.int64]:
-    """Round so that the sum is `rows`: the largest remainders go up, and of equal ones others on each rank."""
+    """Round so that the sum is `rows`: largest remainders first, with ties broken differently on each rank."""
     counts = np.minimum(np.floor(exact + 1e-9).astype(np.int64), most)
     left = int(rows - counts.sum())
     if left:
@@ -274,7 +274,7 @@ _SECTIONS = ("parallel", "precision", "optimizer", "lora", "train")
 
 @dataclass(frozen=True)
 class Recipe(Config):
-    """A run, and what an estimate of its step takes beside it.
+    """A run, with the additional inputs of an estimate of its step.
 
     >>> recipe = Recipe().having(checkpointing="selective", reduce_each=True)
     >>> recipe.parallel.checkpointing, recipe.precision.param_dtype
@@ -282,16 +282,16 @@ class Recipe(Config):
     >>> print(recipe.describe())
     bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; selective checkpointing; adamw; reduce each
 
-    Model, degrees and batch may be left out: a `Job` fills them in.
+    Model, degrees and batch may be left out, because a `Job` fills them in.
 
     Args:
-        precision: as in a run, with "bf16" as its default.
-        routing: how tokens go to experts; None: evenly.
-        norm: "fused": one kernel; "eager": one for each operation, with float32 copies, as on CPUs.
+        precision: as in a run, with "bf16" as the default.
+        routing: distribution of tokens over experts; None: even.
+        norm: "fused": one kernel; "eager": one kernel per operation, with float32 copies, as on CPUs.
 
     Raises:
         TypeError: a value of another type.
-        ValueError: a value that does not exist.
+        ValueError: an unknown value.
     """
 
     precision: PrecisionConfig = field(default_factory=functools.partial(PrecisionConfig, "bf16"))
@@ -310,11 +310,11 @@ class Recipe(Config):
         return self._hash
 
     @functools.cached_property
-    def _hash(self) -> int:  # of 80 keys, and a search asks for it once for each candidate
+    def _hash(self) -> int:  # cached: it covers 80 keys, and a search needs it once per candidate
         return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the hash: that of a text is another one in another process."""
+        """Leave out the hash, because hashes of strings differ between processes."""
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @classmethod
@@ -322,24 +322,24 @@ class Recipe(Config):
         """Return the recipe of a run.
 
         Args:
-            run: any.
-            routing: how tokens go to experts; None: evenly.
+            run: any run.
+            routing: distribution of tokens over experts; None: even.
         """
         return cls(**{each.name: getattr(run, each.name) for each in fields(Config)}, routing=routing)
 
     def having(self, **keys: Any) -> Self:
-        """Return a copy with other values of keys.
+        """Return a copy with changed keys.
 
         >>> Recipe().having(param_dtype="fp32", accumulate=4).train.accumulate
         4
 
         Args:
-            keys: of [parallel], [precision], [optimizer], [lora] or [train], the first that has it; or `routing`,
-                `norm`.
+            keys: keys of [parallel], [precision], [optimizer], [lora] or [train], the first section with the key; or
+                `routing`, `norm`.
 
         Raises:
             TypeError: a value of another type.
-            ValueError: no such key, or a value that the section refuses.
+            ValueError: an unknown key, or a value that the section refuses.
         """
         changes: dict[str, dict[str, Any]] = {}
         homes = {each.name: name for name in reversed(_SECTIONS) for each in fields(getattr(self, name))}
@@ -353,14 +353,14 @@ class Recipe(Config):
         return replace(self, **made, **changes.get("", {}))
 
     def _own(self) -> list[str]:
-        """Return the names of fields that a run has not."""
+        """Return the names of the fields that `Config` lacks."""
         return [each.name for each in fields(self) if each.name not in Config.__dataclass_fields__]
 
     def bare(self, *, scheduled: bool = True, **keys: Any) -> Self:
-        """Return a copy without model, data, degrees and batch, and with other keys: what recordings have in common.
+        """Return a copy without model, data, degrees and batch, with changed keys: the part that recordings share.
 
         Args:
-            scheduled: with the schedule of the pipeline; False: with the usual one.
+            scheduled: keep the pipeline's schedule; False: use the default schedule.
             keys: as for `having`.
         """
         optimizer = OptimizerConfig(muon=self.optimizer.muon, max_grad_norm=float(self.optimizer.max_grad_norm > 0))
@@ -373,14 +373,14 @@ class Recipe(Config):
     def with_savings(
         self, checkpointing: str | None, stage: int | None = None, reduce_each: bool | None = None
     ) -> Self:
-        """Return a copy that saves memory otherwise; None leaves a key as it is.
+        """Return a copy with other memory savings; None leaves a key unchanged.
 
         >>> Recipe().with_savings("full", 2).zero
         2
 
         Args:
             checkpointing: as in [parallel].
-            stage: of ZeRO, see `zero`.
+            stage: ZeRO stage, see `zero`.
             reduce_each: reduce gradients after each micro-batch.
         """
         said = {"checkpointing": checkpointing, "reduce_each": reduce_each}
@@ -388,67 +388,67 @@ class Recipe(Config):
         return changed if stage is None else changed.with_zero(stage)
 
     def keeping(self, checkpointing: str, *, scheduled: bool = True) -> Self:
-        """Return a bare copy of ZeRO-3 that keeps gathered inputs, unsharded gradients, and blocks by a policy."""
+        """Return a bare ZeRO-3 copy that keeps gathered inputs and unsharded gradients, with a checkpointing policy."""
         keys = {"checkpointing": checkpointing, "reduce_each": False, "reshard_inputs": False}
         return self.bare(scheduled=scheduled, **keys).with_zero(3)
 
     def with_zero(self, stage: int) -> Self:
-        """Return a copy with another stage of ZeRO, see `zero`."""
+        """Return a copy with another ZeRO stage, see `zero`."""
         return self.having(reshard_after_forward=stage == 3)
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces gradients: once, or after each micro-batch."""
+        """Number of gradient reductions per step: one, or one per micro-batch."""
         return self.micro_batches if self.parallel.reduce_each else 1
 
     @property
     def input_gathers(self) -> int:
-        """How often a step gathers the inputs of a module that is split over tp: in forward, or again in backward."""
+        """Number of gathers of a tp-split module's inputs per step: 1, or 2 if backward gathers again."""
         return 2 if self.parallel.reshard_inputs else 1
 
-    # These differ in recipes of other trainers (benchmarks/published)
+    # Overridden by the recipes of other trainers (benchmarks/published)
 
     @property
     def zero(self) -> int:
-        """3: gathered weights are freed after forward; 2: they are kept until backward."""
+        """ZeRO stage: 3 frees gathered weights after forward; 2 keeps them until backward."""
         return 3 if self.parallel.reshard_after_forward else 2
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tensor parallelism splits activations between split modules over the sequence."""
+        """Return True if tensor parallelism splits activations between its modules over the sequence."""
         return True
 
     @property
     def steps(self) -> Any:
-        """The `sim.mesh.tracing.trace.StageRun` that takes the step; None: that one, as our trainer does."""
+        """The class that runs the step, a `sim.mesh.tracing.trace.StageRun`; None: the one of our trainer."""
         return None
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of other kernels that a step needs."""
+        """Names of the step's special kernels, e.g. for `estimate.kernels_of`."""
         return ()
 
     @property
     def pricing(self) -> dict[str, Any]:
-        """Arguments of `sim.mesh.cost.Pricing`.
+        """Keyword arguments of `sim.mesh.cost.Pricing`.
 
-        Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender
-        has got to; in those of one stage a receive follows what the rank has computed before.
+        Torch runs schedules with several stages per rank from lists of actions, in which a receive stands at its
+        sender's progress. In schedules with one stage per rank, a receive follows the rank's earlier computation.
         """
         return {"posts_early": self.parallel.pipeline.name not in ("gpipe", "1f1b")}
 
     @property
     def activations(self) -> ActivationPolicy:
-        """The policy of blocks, for a stage's layers numbered from 0 on."""
+        """The policy for blocks, for a stage whose layers are numbered from 0."""
         return _policy(self.parallel.checkpointing)
 
     @property
     def checkpointing(self) -> str:
-        """What backward computes again, and where the rest waits, whichever blocks that is for."""
+        """Recomputation and offload of a checkpointed block, without the choice of blocks, e.g. `selective`."""
         return _level(self.parallel.checkpointing)
 
     def describe(self) -> str:
-        """Say in a line how a step is trained."""
+        """Return one line on how a step is trained, e.g. `...; ZeRO-3; selective checkpointing; adamw`."""
         name_of = {dtype: name for name, dtype in DTYPES.items()}
         of = ("param", "master", "moments", "reduce")
         param, master, moments, reduced = (name_of[self.precision.dtype(each)] for each in of)
@@ -477,7 +477,7 @@ class Recipe(Config):
 
     @property
     def optimizer_name(self) -> str:
-        """The optimizer in a word."""
+        """Short name of the optimizer."""
         return "muon" if self.optimizer.muon else "adamw"
 
 
@@ -487,7 +487,7 @@ def _said(word: str, value: Any) -> str:
     return f"{word} {value.describe() if isinstance(value, Routing) else value}"
 
 
-@functools.lru_cache(maxsize=256)  # a search asks each of its candidates several times
+@functools.lru_cache(maxsize=256)  # a search reads it several times per candidate
 def _policy(checkpointing: str) -> ActivationPolicy:
     return ActivationPolicy.of(checkpointing)
 

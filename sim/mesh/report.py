@@ -1,4 +1,4 @@
-"""Tables and words of estimates: numbers with units, and the report of a step."""
+"""Tables and text of estimates: numbers with units, and the report of a step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _ORDER = ("parameters", "gradients", "optimizer", "activations", "gathered weigh
 
 
 def model_name(estimate: Any) -> str:
-    """Return what the model of an estimate is called."""
+    """Return the display name of an estimate's model, e.g. `llama3-8b`."""
     return find_model(estimate.model).name
 
 
@@ -106,7 +106,7 @@ def estimate_view(estimate: Any) -> View:
 
 
 def estimate_line(estimate: Any) -> str:
-    """Return an estimate in a line: where, how long a step is, and how much memory it takes."""
+    """Return an estimate in one line: model, hardware, degrees, step time and memory."""
     dims, step = estimate.dims, estimate.time.step
     degrees = Candidate(dims, estimate.recipe, estimate.batch).degrees
     where = f"{model_name(estimate)} on {dims.world_size:,} x {estimate.hardware.name}, {degrees}"
@@ -114,12 +114,12 @@ def estimate_line(estimate: Any) -> str:
 
 
 def memory_line(memory: Any) -> str:
-    """Return the memory of an estimate in a few words."""
+    """Return the memory of an estimate in a few words, e.g. `61.2 GiB reserved, fits`."""
     return f"{gib(memory.reserved)} reserved, {'fits' if memory.fits() else 'DOES NOT FIT'}"
 
 
 def headline(estimate: Any) -> str:
-    """Return what was estimated, in three lines."""
+    """Return the estimated configuration in three lines."""
     dims = estimate.dims
     candidate = Candidate(dims, estimate.recipe, estimate.batch)
     sequences = estimate.batch * dims.batch_ranks
@@ -138,7 +138,7 @@ def _has_tokens(estimate: Any) -> bool:
 
 
 def rate_of(estimate: Any) -> tuple[Any, str]:
-    """Return how much is trained on in a second on each device, and of what: tokens, or samples without tokens."""
+    """Return the training rate per device with its unit: tokens/s, or samples/s for models without tokens."""
     rate = estimate.time.tokens_per_second_per_device
     if _has_tokens(estimate):
         return rate, "tokens"
@@ -147,7 +147,7 @@ def rate_of(estimate: Any) -> tuple[Any, str]:
 
 
 def memory_table(estimate: Any) -> Table:
-    """Show memory by rank class and category."""
+    """Return a table of memory by rank class and category."""
     classes = _shown(estimate.memory.classes)
     found = {name for one in classes for name, size in one.by_category.items() if size >= 0.02 * one.peak_allocated}
     names = [*(name for name in _ORDER if name in found), *sorted(found.difference(_ORDER))]
@@ -168,7 +168,7 @@ def memory_table(estimate: Any) -> Table:
 
 
 def _shown(classes: Sequence[Any]) -> list[Any]:
-    """All classes, or where there are many the first, the last and the fullest."""
+    """Return all classes; if there are many, the first, the last and the fullest."""
     if len(classes) <= _MOST_CLASSES:
         return list(classes)
     fullest = sorted(classes, key=lambda one: -one.peak_reserved)[: _MOST_CLASSES - 2]
@@ -176,7 +176,7 @@ def _shown(classes: Sequence[Any]) -> list[Any]:
 
 
 def memory_notes(estimate: Any) -> list[str]:
-    """Say where memory is fullest, whether it fits, and how sure that is."""
+    """Return notes on the memory peak: its place in the step, its fit and its interval."""
     memory, fullest = estimate.memory, estimate.memory.fullest
     left_out = len(memory.classes) - len(_shown(memory.classes))
     notes = [f"{left_out} more rank classes are not shown"] if left_out else []
@@ -192,13 +192,13 @@ def memory_notes(estimate: Any) -> list[str]:
 
 
 def _held(one: Any) -> str:
-    """Say how many ranks hold how much of the weights of a class, its own first."""
+    """Return a text on how many ranks hold how many bytes of a class's weights, its own rank first."""
     parts = [f"{ranks:,} rank{'s' * (ranks > 1)} hold{'s' * (ranks == 1)} {gib(size)}" for size, ranks in one.held]
     return ", ".join(parts[:_MOST_CLASSES]) + (", ..." if len(parts) > _MOST_CLASSES else "")
 
 
 def _host_notes(memory: Any) -> list[str]:
-    """Say what is offloaded to the host."""
+    """Return a note on the memory offloaded to the host."""
     fullest = max(memory.classes, key=lambda one: one.host_bytes)
     if not fullest.host_bytes:
         return []
@@ -211,7 +211,7 @@ def _host_notes(memory: Any) -> list[str]:
 
 
 def terms(estimate: Any) -> list[tuple[str, Any]]:
-    """Return what a step consists of, as it is named in tables; what is nothing is left out."""
+    """Return the terms of a step's time with their names in tables; zero terms are left out."""
     time = estimate.time
     named = [("compute", time.compute)]
     named += [(f"exposed communication, {axis}", quantity) for axis, quantity in time.exposed.items()]
@@ -233,7 +233,7 @@ _KINDS: dict[str, str] = {
 
 
 def kinds(estimate: Any) -> list[tuple[str, float]]:
-    """Return what the slowest rank computes: kinds of operations and their part of its compute, the largest first."""
+    """Return the kinds of the slowest rank's operations with their shares of its compute, largest first."""
     found: dict[str, float] = dict(estimate.timeline.slowest.kinds)
     total = sum(found.values())
     ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -241,7 +241,7 @@ def kinds(estimate: Any) -> list[tuple[str, float]]:
 
 
 def time_table(estimate: Any) -> Table:
-    """Show what a step consists of, with intervals and evidence grades."""
+    """Return a table of the terms of a step, with intervals and evidence grades."""
     step = estimate.time.step
     table = plain_table("", "time", "share", "80 % interval", "evidence")
     for name, quantity in terms(estimate):
@@ -264,7 +264,7 @@ def _time_notes(estimate: Any) -> list[str]:
 
 
 def compute_note(estimate: Any) -> str:
-    """Say what the slowest rank computes."""
+    """Return one line with the kinds of operations of the slowest rank."""
     return "compute: " + ", ".join(f"{name} {percent(share)}" for name, share in kinds(estimate) if share >= 0.005)
 
 
@@ -308,7 +308,7 @@ def memory_dict(memory: Any) -> dict[str, Any]:
 
 
 def terms_dict(estimate: Any) -> dict[str, Any]:
-    """Return what the time of a step consists of as data for JSON."""
+    """Return the terms of a step's time as data for JSON."""
     time = estimate.time
     return {
         "step": _quantity(time.step),
@@ -322,7 +322,7 @@ _MOST_OPERATIONS = 12
 
 
 def comparison_view(predicted: Breakdown, measured: Breakdown, at_most: int = _MOST_OPERATIONS) -> RenderableType:
-    """Show where the seconds of a predicted and of a measured step go, what differs most first."""
+    """Return tables that compare the seconds of a predicted and a measured step, largest difference first."""
     table = plain_table("kind", "predicted", "measured", "difference", "predicted / measured")
     for gap in compare_seconds(predicted, measured):
         if max(gap.predicted, gap.measured) >= 1e-3 * measured.step:

@@ -1,4 +1,4 @@
-"""Models that can be estimated: what an estimate asks of one, and any module as one."""
+"""Models that can be estimated: the interface `ModelSpec`, and `Custom`, which wraps any `nn.Module`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class ModelSpec(ABC):
-    """A model by its sizes, and how to make it and split it; its config has the sizes under Llama's names."""
+    """A model by its sizes, with methods to build and shard it; `config` names its sizes as Llama's config does."""
 
     name: str
     config: Any
@@ -55,37 +55,37 @@ class ModelSpec(ABC):
 
     @property
     def num_parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Number of parameters; tied ones count once."""
         return int(self.config.num_parameters())
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that a token uses; all, where nothing says which."""
+        """Number of parameters that a token uses; all, unless a subclass knows better."""
         return self.num_parameters
 
     @property
     def num_layers(self) -> int:
-        """Blocks of the whole model; 0: it is one unit."""
+        """Number of blocks of the whole model; 0: the model is one unit."""
         return int(self.config.num_hidden_layers)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each block: those of a kind do the same."""
+        """Kind of each block, e.g. `("dense", "experts")`; blocks of one kind run the same operations."""
         return ("dense",) * self.num_layers
 
     @property
     def vocab_size(self) -> int | None:
-        """Different tokens; None: it has none."""
+        """Number of different tokens; None: the model has no vocabulary."""
         return getattr(self.config, "vocab_size", None)
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of what goes from block to block; None: it is not known before a run."""
+        """Width of the hidden states between blocks; None: unknown before a run."""
         return getattr(self.config, "hidden_size", None)
 
     @property
     def has_stages(self) -> bool:
-        """Whether it can be built with some of its layers only, as stages of a pipeline are."""
+        """Return True if a subset of the layers can be built, as pipeline stages need."""
         return True
 
     @abstractmethod
@@ -96,51 +96,51 @@ class ModelSpec(ABC):
     def build(
         self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
-        """Make the model, or a stage of it, with whatever device and modes the caller has set: call it under meta.
+        """Build the model, or a stage of it, under the device and modes that the caller has set, e.g. meta.
 
         Args:
-            seq_len: tokens of a sequence, all ranks' together.
-            layers: those to keep, under their numbers in the whole model; None: all.
-            embed: keep what comes before the layers.
-            head: keep what comes after them.
+            seq_len: tokens of a sequence, summed over all ranks.
+            layers: indices of the layers to keep, as in the whole model; None: all.
+            embed: keep the modules before the layers.
+            head: keep the modules after the layers.
         """
 
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan | None:
-        """Return the layouts of a model that `build` has made, on a mesh with an axis tp; None: there are none."""
+        """Return the layouts of a module made by `build`, on a mesh with an axis tp; None: it has none."""
         return None
 
     def split(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> None:
-        """Split tensors of a model that `build` has made over the ranks of its built mesh, in place."""
+        """Shard a module made by `build` over the ranks of its built mesh, in place."""
         if dims.tp_enabled and (plan := self.plan(module, mesh := dims.get_mesh("tp"), recipe)) is not None:
             shard_module(module, mesh, plan)
 
     def blocks(self, module: nn.Module) -> list[tuple[int, nn.Module]]:
-        """Return the blocks of a model that `build` has made, with their numbers in the whole model."""
+        """Return the blocks of a module made by `build`, with their indices in the whole model."""
         return [(int(name), block) for name, block in module.get_submodule("layers").named_children()]
 
     def naming(self) -> AbstractContextManager[None]:
-        """Say, within the block, which module asks for values that tensors without them cannot tell."""
+        """Name the failing module in errors from reads of values, which fake tensors do not have."""
         return nullcontext()
 
     def has_tokens(self, seq_len: int) -> bool:
-        """Tell whether a sample is a sequence of tokens: whether its size depends on `seq_len`."""
+        """Return True if a sample is a sequence of tokens, i.e. if its size depends on `seq_len`."""
         return True
 
     def inputs(self, batch: int, seq_len: int) -> tuple[Any, ...]:
-        """Make what the model is called with, on the device that the caller has set.
+        """Make the model's arguments on the device that the caller has set.
 
         Args:
-            batch: sequences.
-            seq_len: tokens of each that this rank has.
+            batch: number of sequences.
+            seq_len: tokens per sequence on this rank.
         """
         return (torch.zeros(batch, seq_len, dtype=torch.long),)
 
     def call(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Call a model that `build` has made on its inputs: arguments, or one dict with keywords."""
+        """Call a module made by `build` on its inputs: positional arguments, or one dict of keywords."""
         return module(**inputs[0]) if isinstance(inputs[0], Mapping) and len(inputs) == 1 else module(*inputs)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
-        """Return the loss of what the model has returned for these inputs."""
+        """Return the loss of the model's output for these inputs."""
         return llama_loss(output, inputs[0])
 
 
@@ -152,7 +152,7 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Un
 
 @dataclass(frozen=True)
 class Custom:
-    """A module of your own, by how it is made and called.
+    """A user's own module: functions that build it, make its inputs and compute its loss.
 
     >>> mlp = Custom(lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), lambda b, s: torch.zeros(b, s, 8))
 
@@ -160,20 +160,20 @@ class Custom:
         ids = functools.partial(torch.zeros, dtype=torch.long)
         Custom(lambda: LlamaForCausalLM(config), lambda b, s: {"input_ids": ids(b, s), "labels": ids(b, s)})
 
-    The module takes no memory: it is made and run on torch's fake tensors, so sizes must not depend on values.
+    The module takes no memory, because it is built and run on torch's fake tensors. Sizes must not depend on values.
 
     Args:
-        module: makes the model.
-        inputs: (batch, seq_len) to what it is called with: a tensor, a tuple, or a dict for keywords. What a sequence
-            is, the two numbers say: for a model without, leave seq_len unused.
-        loss: what it returns, and its inputs, to the loss. None: the `loss` in what it returns; else the cross-entropy
-            of `logits` in it, of as many classes; else the mean square.
-        plan: layouts for tensor parallelism, or a function of the module and the mesh that gives them; None: there are
-            none, and tp is 1.
-        blocks: path of the `nn.ModuleList` (or `nn.Sequential`) whose items are sharded and checkpointed one by one;
-            None: the longest `nn.ModuleList`; where there is none, the model is one unit.
-        name: for tables.
-        optimizer: makes the optimizer of the weights that are trained; None: that of the trainer.
+        module: builds the model.
+        inputs: function of (batch, seq_len) that returns the model's arguments: a tensor, a tuple, or a dict of
+            keywords. The two sizes define a sequence; ignore seq_len if the model has no sequences.
+        loss: function of the output and the inputs that returns the loss. None: `loss` of the output; else the
+            cross-entropy of its `logits` with as many classes; else the mean square.
+        plan: layouts for tensor parallelism, or a function of the module and the mesh that returns them; None: no
+            layouts, so tp must be 1.
+        blocks: path of the `nn.ModuleList` or `nn.Sequential` whose items are sharded and checkpointed one by one.
+            None: the longest `nn.ModuleList`, or the whole model as one unit if it has no list.
+        name: shown in tables.
+        optimizer: builds the optimizer of the trainable weights; None: the trainer's.
     """
 
     module: Callable[[], nn.Module]
@@ -192,23 +192,23 @@ class Custom:
 
 @dataclass(frozen=True)
 class CustomSpec(ModelSpec):
-    """What an estimate asks of a `Custom`."""
+    """The `ModelSpec` of a `Custom`."""
 
     config: Custom
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """For tables."""
+        """Name in tables."""
         return self.config.name
 
     @property
     def family(self) -> str:
-        """The kind of model."""
+        """Always `custom`."""
         return "custom"
 
     @cached_property
     def _shape(self) -> tuple[int, tuple[str, ...], bool]:
-        """Parameters, kinds of blocks, and whether there are stages."""
+        """Number of parameters, kinds of blocks, and True if the module has a method `keep`."""
         with FakeTensorMode():
             module = self._made()
             kinds: dict[Any, str] = {}
@@ -222,30 +222,30 @@ class CustomSpec(ModelSpec):
 
     @property
     def num_parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Number of parameters; tied ones count once."""
         return self._shape[0]
 
     @property
     def num_layers(self) -> int:
-        """Blocks of the whole model; 0: it is one unit."""
+        """Number of blocks of the whole model; 0: the model is one unit."""
         return len(self._shape[1])
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each block: blocks of one kind print alike and have the same parameters."""
+        """Kind of each block, e.g. `("Block", "MoEBlock1")`: blocks of a kind have equal reprs and parameters."""
         return self._shape[1]
 
     @property
     def has_stages(self) -> bool:
-        """Whether it has a method `keep`, as `hyper_parallel.models.Llama` has."""
+        """Return True if the module has a method `keep`, as `hyper_parallel.models.Llama` has."""
         return self._shape[2]
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs of forward and backward of a sequence by its tokens, counted by torch's FlopCounterMode."""
+        """Return the FLOPs of forward and backward of a sequence over its tokens, by torch's FlopCounterMode."""
         try:
             with _quiet():
                 return self._count_flops(seq_len)
-        except ValueError:  # torch's grouped matrix products are of bfloat16 alone, its Fourier transforms are not
+        except ValueError:  # retry in bf16, since torch's grouped products need it; FFTs refuse it, so fp32 is first
             with suppress(ValueError):
                 return self._count_flops(seq_len, torch.bfloat16)
             raise
@@ -263,10 +263,10 @@ class CustomSpec(ModelSpec):
     def build(
         self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
-        """Make the model, or a stage of it, if it has a method `keep`.
+        """Build the model, or a stage of it if the module has a method `keep`.
 
         Raises:
-            ValueError: a stage of a model without.
+            ValueError: a stage of a module without `keep`.
         """
         module = self._made()
         if layers is None or (embed and head and set(layers) == set(range(self.num_layers))):
@@ -281,12 +281,12 @@ class CustomSpec(ModelSpec):
         return kept
 
     def naming(self) -> AbstractContextManager[None]:
-        """Say, within the block, which module asks for values."""
+        """Name the failing module in errors from reads of values."""
         return naming_modules()
 
     def _made(self, dtype: torch.dtype | None = None) -> nn.Module:
-        # On meta, and fake afterwards: a deep copy of a fake tensor, as nn.TransformerEncoder makes of its layers,
-        # would belong to a copy of the mode.
+        # Build on meta and make tensors fake afterwards: nn.TransformerEncoder deep-copies its layers, and a deep copy
+        # of a fake tensor would belong to a copy of the mode.
         with unset_fake_temporarily() as mode:
             try:
                 with torch.device("meta"):
@@ -306,10 +306,10 @@ class CustomSpec(ModelSpec):
         return module.train()
 
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
-        """Return its layouts.
+        """Return the layouts of the module.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the `Custom` has no plan.
         """
         plan = self.config.plan
         if plan is None:
@@ -320,10 +320,10 @@ class CustomSpec(ModelSpec):
         return plan if isinstance(plan, ShardingPlan) else plan(module, mesh)
 
     def blocks_path(self, module: nn.Module) -> str | None:
-        """Return the path of the list of blocks; None: there is none.
+        """Return the path of the list of blocks, e.g. `model.layers`; None: the module has no list.
 
         Raises:
-            ValueError: there is nothing, or no list, at the path that was given.
+            ValueError: the path that was given names no module, or no list.
         """
         asked = self.config.blocks
         if asked is not None:
@@ -339,7 +339,7 @@ class CustomSpec(ModelSpec):
         return max(sizes, key=lambda path: sizes[path], default=None)
 
     def blocks(self, module: nn.Module) -> list[tuple[int, nn.Module]]:
-        """Return the blocks with their numbers; an empty list: the model is one unit."""
+        """Return the blocks with their indices; an empty list: the model is one unit."""
         path = self.blocks_path(module)
         if path is None:
             return []
@@ -347,13 +347,13 @@ class CustomSpec(ModelSpec):
         return [(int(name) if name.isdecimal() else index, block) for index, (name, block) in enumerate(children)]
 
     def has_tokens(self, seq_len: int) -> bool:
-        """Tell whether the shapes of its inputs depend on `seq_len`."""
+        """Return True if the shapes of the inputs depend on `seq_len`."""
         with FakeTensorMode():
             shapes = [[tuple(one.shape) for one in tensors_of(self.inputs(1, n))] for n in (seq_len, 2 * seq_len)]
         return shapes[0] != shapes[1]
 
     def inputs(self, batch: int, seq_len: int) -> tuple[Any, ...]:
-        """Make what the model is called with: arguments, or one dict with keywords."""
+        """Make the model's arguments: a tuple, or one dict of keywords in a tuple."""
         try:
             made = self.config.inputs(batch, seq_len)
         except _DATA_DEPENDENT:
@@ -363,10 +363,10 @@ class CustomSpec(ModelSpec):
         return made if isinstance(made, tuple) else (made,)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
-        """Return the loss of what the model has returned for these inputs.
+        """Return the loss of the model's output for these inputs.
 
         Raises:
-            ValueError: no tensor is in it.
+            ValueError: the output has no tensor.
         """
         if self.config.loss is not None:
             only = inputs[0] if len(inputs) == 1 else inputs
@@ -392,7 +392,7 @@ class CustomSpec(ModelSpec):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging what a fake tensor refuses: the error is caught, or says it itself."""
+    """Silence torch's log of operations that fake tensors refuse, because the error is caught or reported anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -402,7 +402,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _raised(call: str, error: Exception) -> ValueError:
-    """Say which of the functions that a Custom was given has raised what."""
+    """Return an error that names the failing function of a `Custom`, and the line that raised."""
     what = call.partition("(")[0]
     last = traceback.extract_tb(error.__traceback__)[-1]
     seen = f"{type(error).__name__}: {error}   in {last.name}, {last.filename}:{last.lineno}"
@@ -410,7 +410,7 @@ def _raised(call: str, error: Exception) -> ValueError:
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Give all tensors of a module a fake one on the CPU each; one that has two names keeps them."""
+    """Replace each tensor of a module by a fake one on the CPU; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -439,12 +439,12 @@ def _attention_backward_flops(
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # Groups are rows of `a`, or columns of `b`, or along the inner dimension of both: each belongs to one.
+    # The groups split the rows of `a`, the columns of `b`, or the inner dimension, so no FLOP counts twice.
     rows = a[-2:] if len(b) == 2 else a
     return int(2 * math.prod(rows) * b[-1])
 
 
-_FLOPS = MappingProxyType(  # torch's counter knows attention of accelerators only, and no grouped products
+_FLOPS = MappingProxyType(  # torch's counter lacks attention on CPUs and grouped products
     {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
@@ -459,11 +459,11 @@ def _part(output: Any, name: str) -> Any:
 
 @contextmanager
 def naming_modules() -> Iterator[None]:
-    """Say which module fails, of those run in the block, and in which operation.
+    """Convert errors in the block to errors that name the failing module and operation.
 
     Raises:
-        ValueError: one asks for a value or a size that a tensor without values cannot tell, or raises an error of its
-            own, as torch does of an operation that a dtype does not have.
+        ValueError: a module needs a value or a data-dependent size, which a fake tensor lacks, or raises its own
+            error, e.g. because torch lacks an operation in a dtype.
     """
     stack: list[nn.Module] = []
 
@@ -471,7 +471,7 @@ def naming_modules() -> Iterator[None]:
         stack.append(module)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        while stack and stack.pop() is not module:  # one whose error another has caught
+        while stack and stack.pop() is not module:  # drop modules whose error was caught further out
             pass
 
     handles = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave))
@@ -486,7 +486,7 @@ def naming_modules() -> Iterator[None]:
         raise InvalidValue(_ASKED, blame, f"operation: {getattr(error, 'func', error)}", hint) from error
     except Exception as error:
         modules, operation = failed_in(error)
-        if not modules or "\n  try: " in str(error):  # our own, or one of ours that says all already
+        if not modules or "\n  try: " in str(error):  # not from a module, or already one of our errors
             raise
         first = str(error).strip().partition("\n")[0]
         blame = f"{module_title(modules[-1], modules[0])} has raised {type(error).__name__}: {first}"
@@ -498,7 +498,7 @@ def naming_modules() -> Iterator[None]:
 
 
 def module_title(module: nn.Module, root: nn.Module) -> str:
-    """Return what a module is called in a message."""
+    """Return a module's path and class for a message, e.g. `module 'layers.0' (Block)`."""
     path = next((name for name, one in root.named_modules() if one is module), "")
     return f"module {path!r} ({class_name(module)})" if path else class_name(module)
 
@@ -507,10 +507,10 @@ _NONE = "none of torch's"
 
 
 def failed_in(error: BaseException) -> tuple[list[nn.Module], str]:
-    """Return the modules that an error has passed through, the outermost first, and torch's operation that raised it.
+    """Return the modules that an error passed through, outermost first, and the torch operation that raised it.
 
-    They are read from the frames of the traceback: a module whose forward has ended early, as that of a checkpointed
-    one does when it is computed again, is not among them.
+    Modules are read from the traceback's frames. A module whose forward ended early is missing, e.g. a checkpointed
+    module that is recomputed.
     """
     modules: list[nn.Module] = []
     operation = ""
