@@ -1,4 +1,4 @@
-"""`fully_shard`: the call that shards a module's parameters and gathers them around its forward and backward."""
+"""`fully_shard`: shard a module's parameters, and gather them around its forward and backward."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def fully_shard(
     comm_fusion: bool = False,
     comm_fusion_zero_copy: bool | None = None,
 ) -> T:
-    """Split the parameters of `module` over a mesh; returns what was passed in, changed in place.
+    """Shard the parameters of `module` over a mesh, in place, and return `module`.
 
     Wrap inner modules first, then the whole model: each call makes one *unit*, whose parameters are gathered
     together before its forward and backward and freed after it. Parameters become DTensors.
@@ -115,51 +115,48 @@ def fully_shard(
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-    A unit may be called in any way and return containers or dataclasses of tensors; every rank must run the same
-    units in the same order, and come through all of them on the way back; a rank may leave out what a unit does with
-    its own parameters, and return its input, or what a unit inside has returned. Scalars have no dim to split, and are
-    replicated. A parameter with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's tensor
-    extension, is gathered as the former says.
+    A unit may be called in any way and return containers or dataclasses of tensors. Every rank must run the same units
+    in the same order, in forward and in backward. A rank may skip a unit's own computation and return its input, or the
+    output of a nested unit. Scalars have no dim to shard and are replicated. A parameter with FSDP2's tensor extension
+    (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) is gathered as the tensors that the extension returns.
 
-    With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
-    A unit with a DTensor among its parameters adds gradients up instead: the loss must then already be divided by the
+    If each rank's loss is a mean over its own equal-sized batch, the loss that gradients belong to is the global mean.
+    A unit with a DTensor among its parameters sums gradients instead, so the loss must already be divided by the
     number of data-parallel ranks. A root with units of both kinds has to choose:
-    see `HSDPModule.set_reduce_op_type`. FSDP2 averages in both.
+    see `HSDPModule.set_reduce_op_type`. FSDP2 averages in both cases.
 
-    Communication per step and unit of N bytes on n ranks: two all_gathers (one with
-    `reshard_after_forward=False`, and one for the root, whose parameters backward needs first) and one
-    reduce_scatter, each N (n - 1) / n received per rank; on a 2-D mesh also one all_reduce of N / n over the
-    replicate axis. Parameters that are replicated: one all_reduce.
+    Communication per step for a unit of N bytes on n ranks: two all_gathers and one reduce_scatter. In each a rank
+    receives N (n - 1) / n. The root, and units with `reshard_after_forward=False`, need only one all_gather. A 2-D mesh
+    adds one all_reduce of N / n over the replicate axis. Replicated parameters: one all_reduce.
 
     Args:
         module: A module, or a list of modules that form one unit. Nested units keep their own parameters.
-        mesh: 1-D: shard over it. 2-D: the first axis replicates, the second shards. None: plain parameters are split
-            over all ranks, DTensors keep their layout. Given a mesh, DTensors are split further, over the union of
-            their mesh and this one, which must be slices of one mesh.
+        mesh: 1-D: shard over it. 2-D: the first axis replicates, the second shards. None: plain parameters are sharded
+            over all ranks, DTensors keep their layout. With a mesh, DTensors are also sharded over it; their mesh and
+            this one must be slices of one mesh.
         reshard_after_forward: Free the unsharded parameters after forward. False: keep them until backward is done. An
-            int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather. None:
-            True. The root, with which backward starts, keeps them with any of these.
-        shard_placement_fn: Given a parameter, `Shard(dim)`, None (dim 0) or `Owner(rank)`: that rank of the shard axis
-            has all of it and its gradient, the others nothing; `whole_parameters` shares them out. Sizes need not
-            divide evenly.
-        mp_policy: Dtypes of gather, computation and reduction. torch's own will do.
+            int: keep them sharded over that many ranks, which must divide the shard axis, for a cheaper second gather.
+            None: True. The root keeps them in any case, because backward starts with it.
+        shard_placement_fn: Maps a parameter to `Shard(dim)`, None (dim 0) or `Owner(rank)`. The owner, a rank of the
+            shard axis, has the whole parameter and its gradient, the others nothing; `whole_parameters` assigns owners.
+            Sizes need not divide evenly.
+        mp_policy: Dtypes of gather, computation and reduction. torch's class is accepted.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and the optimizer's state on the host. torch's
-            own will do.
-        ignored_params: Parameters to leave alone: not split, not moved, not reduced. One set may go to all calls: those
-            of other units have no effect here.
-        dp_mesh_dims: The data-parallel axes of `mesh`, which then is the SPMD mesh that DTensor parameters are on;
-            as in FSDP2, gradients are averaged over them. Without `shard` all parameters are replicated.
-        replicate_params: Parameters to replicate; their gradients are all_reduced. One set may go to all calls, too.
-        comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
-            replicate axis take several units at once. A parameter that stands in the way is an error. Without it, what
-            can be packed is packed all the same; one collective per parameter would only be slower.
-        comm_fusion_zero_copy: Keep the shards of a unit in one buffer, which the gather reads directly. None: as
-            `comm_fusion`. The sharded parameters are then views, which optimizers must accept (torch's do).
-
+            class is accepted.
+        ignored_params: Parameters to leave alone: not sharded, moved or reduced. One set can serve all calls, because
+            parameters of other units have no effect here.
+        dp_mesh_dims: The data-parallel axes of `mesh`, which is then the SPMD mesh of the DTensor parameters.
+            As in FSDP2, gradients are averaged over them. Without `shard` all parameters are replicated.
+        replicate_params: Parameters to replicate; their gradients are all_reduced. One set can serve all calls, too.
+        comm_fusion: Require one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
+            replicate axis combine several units. A parameter that cannot be packed is an error. False: parameters are
+            packed where possible, because one collective per parameter would be slower.
+        comm_fusion_zero_copy: Keep the shards of a unit in one buffer, which the gather reads directly. None: same as
+            `comm_fusion`. The sharded parameters are then views, which optimizers must accept (e.g. torch's).
     Raises:
         ValueError: `module` is wrapped already, or shares a parameter with another unit; a flag of the wrong kind; a
-            mesh with other than one or two axes; a parameter that cannot be split.
-        TypeError: `ignored_params` or `replicate_params` with something else than a parameter.
+            mesh without one or two axes; a parameter that cannot be sharded.
+        TypeError: `ignored_params` or `replicate_params` contains an object that is not a parameter.
     """
     roots = root_modules(module, "fully_shard")
     mp_policy, offload_policy = _own_mixed_precision(mp_policy), _own_offload(offload_policy)
@@ -214,7 +211,7 @@ def fully_shard(
 
 
 def _own_mixed_precision(policy: Any) -> Any:
-    """torch's policy as ours; anything else as it is."""
+    """Convert torch's policy to ours; return any other object unchanged."""
     if not isinstance(policy, TorchMixedPrecisionPolicy):
         return policy
     return MixedPrecisionPolicy(
@@ -223,14 +220,14 @@ def _own_mixed_precision(policy: Any) -> Any:
 
 
 def _own_offload(policy: Any) -> Any:
-    """torch's policy as ours, None as no offload; anything else as it is."""
+    """Convert torch's policy to ours, and None to no offload; return any other object unchanged."""
     if isinstance(policy, TorchCPUOffloadPolicy):
         return CPUOffloadPolicy(pin_memory=policy.pin_memory)
     return OffloadPolicy() if policy is None or isinstance(policy, TorchOffloadPolicy) else policy
 
 
 def _data_mesh(mesh: DeviceMesh | None, found: list[FoundParameter]) -> tuple[DataParallelMesh | None, Platform]:
-    """The mesh to split over, None where there is nothing to split; and the device under it or the DTensors."""
+    """Return the mesh to shard over (None: all parameters are DTensors that keep their layout), and its device."""
     plain = [item for item in found if not is_dtensor(item)]
     if mesh is None and found and not plain:
         kept = found[0].parameter
@@ -275,7 +272,7 @@ def _placed(
 
 
 def _post_forward_mesh(size: bool | int, data: DataParallelMesh | None) -> tuple[dist.ProcessGroup, int] | None:
-    """The group that keeps the parameters between forward and backward, and the own place in it."""
+    """Return the group that holds the parameters between forward and backward, and this rank's index in it."""
     if isinstance(size, bool):
         return None
     ranks = 1 if data is None else data.shard_size
@@ -290,4 +287,4 @@ def _post_forward_mesh(size: bool | int, data: DataParallelMesh | None) -> tuple
     return group_of(tuple(members[start : start + size]), ("shard",)), data.shard_rank % size
 
 
-fully_shard.state = state  # type: ignore[attr-defined]  # as torch's: the state of a module, None if it was not wrapped
+fully_shard.state = state  # type: ignore[attr-defined]  # as in torch: a module's state, None if it was not wrapped

@@ -1,6 +1,6 @@
-"""The methods that a wrapped module gains, and the state of it that torch's own tools look for.
+"""Methods that a wrapped module gains, and the per-module state that torch's own tools look up.
 
-A wrapped module is a `torch.distributed.fsdp.FSDPModule`. The engine overrides every method of that class, since
+A wrapped module is a `torch.distributed.fsdp.FSDPModule`. The engine overrides every method of that class, because
 torch's own would look for parameter groups that do not exist here.
 """
 
@@ -43,10 +43,10 @@ SYMMETRIC = ("cuda",)
 
 
 def needed_unit(module: Any) -> Unit:
-    """The unit of a wrapped module.
+    """Return the unit of a wrapped module.
 
     Raises:
-        ValueError: It was never wrapped, or for `torch.compile` to trace.
+        ValueError: The module was never wrapped, or was wrapped for `torch.compile` to trace.
     """
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     asked = f"cannot change how a {class_name(module)} communicates"
@@ -59,13 +59,13 @@ def needed_unit(module: Any) -> Unit:
 
 
 def needed_units(module: Any) -> Iterable[Unit]:
-    """All units in a wrapped module and its submodules.
+    """Return all units in a wrapped module and its submodules.
 
     Raises:
-        ValueError: It was never wrapped.
+        ValueError: The module was never wrapped.
     """
     if not isinstance(module, nn.Module) or not is_wrapped(module):
-        needed_unit(module)  # which says so
+        needed_unit(module)  # raises the error
     return nested_units(module)
 
 
@@ -75,10 +75,10 @@ def _own_traced(module: Any) -> list[Any]:
 
 
 def reached_units(module: Any, method: str, recurse: bool) -> Iterable[Unit]:
-    """The units that a method is about: all nested ones, or the module's own.
+    """Return the units that a method applies to: all nested ones, or only the module's.
 
     Raises:
-        ValueError: It was never wrapped, or `recurse` is no bool.
+        ValueError: The module was never wrapped, or `recurse` is not a bool.
     """
     check_flags(method, recurse=recurse)
     if recurse:
@@ -87,10 +87,10 @@ def reached_units(module: Any, method: str, recurse: bool) -> Iterable[Unit]:
 
 
 def check_flags(method: str, **flags: Any) -> None:
-    """Refuse flags of a method that are not True or False.
+    """Reject flags of a method that are not True or False.
 
     Raises:
-        ValueError: The first that is not.
+        ValueError: The message names the first invalid flag.
     """
     check(f"{method} cannot use its flags", "bool", "", InvalidValue, **flags)
 
@@ -104,20 +104,20 @@ def _refuse_owners(asked: str, unit: Unit, comm: Any) -> None:
 
 
 def _gathered_buckets(unit: Unit) -> Iterator[tuple[Any, Any]]:
-    """Yield the buckets of a unit that an all_gather gathers, with their groups."""
+    """Yield each all-gathered bucket of a unit and its group; buckets with owners are broadcast instead."""
     for bucket in unit.buckets:
         if bucket.group is not None and bucket.ranks > 1 and bucket.params[0].placement.owner is None:
             yield bucket, bucket.group
 
 
 def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument: Any) -> list[Unit] | None:
-    """The units of wrapped modules that a method is given; one for `torch.compile` to trace gathers by its graph.
+    """Return the units of the modules to prefetch, without traced ones, because their graph contains the gather.
 
     Raises:
-        ValueError: No list and not None, or one of the modules was not wrapped, by the API of `kind`.
+        ValueError: The argument is neither a list nor None, or a module was not wrapped by the API of `kind`.
     """
     asked = f"{method} cannot use its argument"
-    check(asked, "list | None", "[model.layers[1]]", InvalidValue, **argument)  # of a set each rank has its own order
+    check(asked, "list | None", "[model.layers[1]]", InvalidValue, **argument)  # a set's order differs between ranks
     (modules,) = argument.values()
     if modules is None:
         return None
@@ -130,9 +130,9 @@ def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument
 
 # -- steps by request: unsharded for the step, deferred sync -----------------------------------------------------------
 
-# A pipeline runs forwards and backwards of several micro-batches in an order of its own, and some schedules compute the
-# gradients of inputs and of weights apart, through none of the hooks that tell a unit where backward is. So a step is
-# put between two calls, and the hooks stay out of it:
+# A pipeline interleaves forwards and backwards of several micro-batches. Some schedules compute the gradients of inputs
+# and of weights separately, which triggers none of the hooks that detect backward. Such a step is bracketed by two
+# calls, and the hooks do nothing in between:
 #
 #     hold_parameters(stage)   # one gather per unit
 #     ...                      # forwards and backwards, in any order
@@ -145,20 +145,20 @@ UnitCallback = Callable[[Unit], object]
 def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallback | None = None) -> None:
     """Gather all parameters in `module`, and leave them unsharded until `reduce_gradients` or `release_parameters`.
 
-    Forwards meanwhile cast inputs and outputs as the policy says and do nothing else. Gradients add up in the unsharded
-    parameters without communication, whoever computes them: `backward`, or `torch.autograd.grad` and an assignment.
+    Forwards in between cast inputs and outputs by the policy and do nothing else. Gradients accumulate in the unsharded
+    parameters without communication, e.g. from `backward`, or from `torch.autograd.grad` and an assignment.
 
-    Communication: one all_gather per unit, all of them started here.
+    Communication: one all_gather per unit, all started here.
 
     Args:
-        module: with units of `fully_shard` or `hsdp` in it, or none: then this does nothing.
-        keep: False: gather and free in each forward and backward as ever, and let only the reductions wait; a
+        module: Module that contains units of `fully_shard` or `hsdp`; without any, the call does nothing.
+        keep: False: gather and free in each forward and backward as usual, and defer only the reductions. Each
             backward must then be a full one.
-        before: called with each unit before it is gathered.
+        before: Called with each unit before it is gathered.
 
     Raises:
-        ValueError: a unit for `torch.compile` to trace, whose communication is part of its graph.
-        RuntimeError: they are unsharded for a step already.
+        ValueError: A unit was wrapped for `torch.compile` to trace; its communication is part of its graph.
+        RuntimeError: The parameters are already unsharded for a step.
     """
     refuse_traced("cannot reduce gradients when asked", module)
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
@@ -169,7 +169,7 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
         raise InvalidState(
             "cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint
         )
-    for unit in units:  # all checked before: an error half way would leave some unsharded for good
+    for unit in units:  # a second loop: an error half way would leave some units unsharded for good
         if before is not None:
             before(unit)
         if keep:
@@ -179,33 +179,33 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
 
 
 def units_with_wider_sums(module: nn.Module) -> list[Unit]:
-    """Return the units, unsharded for the step, that reduce gradients in another dtype than autograd adds them up in.
+    """Return the units, unsharded for the step, whose reduce dtype differs from the dtype autograd accumulates in.
 
-    After each micro-batch `unit.keep_gradients()` adds theirs up in that dtype; no communication.
+    Call `unit.keep_gradients()` on them after each micro-batch to accumulate in that dtype; no communication.
 
     Args:
-        module: whose parameters are unsharded for the step.
+        module: Module whose parameters are unsharded for the step.
     """
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
     return [unit for unit in units if unit.control is StepControl.UNSHARDED_FOR_STEP and unit.has_wider_sums]
 
 
 def reduce_gradients(module: nn.Module, *, before: UnitCallback | None = None) -> None:
-    """Reduce all gradients that wait in `module`, in `param.grad` of the sharded parameters, as a backward's end would.
+    """Reduce all pending gradients in `module` into `param.grad` of the sharded parameters, as backward's end does.
 
-    What waits are gradients of parameters that are unsharded for the step, which are freed, and those of backwards
-    without gradient sync. With `set_requires_gradient_sync(False)` all of them go on waiting. A rank that has no
-    gradients takes part with zeros.
+    Pending are gradients of parameters that are unsharded for the step, which are freed, and gradients of backwards
+    without gradient sync. After `set_requires_gradient_sync(False)` all of them stay pending. A rank that has no
+    gradients contributes zeros.
 
-    Communication: one reduction per unit, as `fully_shard` says; every rank calls this at the same place.
+    Communication: one reduction per unit, as in `fully_shard`; every rank has to call this at the same point.
 
     Args:
-        module: with units of `fully_shard` or `hsdp` in it, or none.
-        before: called with each unit before its gradients are reduced.
+        module: Module that contains units of `fully_shard` or `hsdp`, or none.
+        before: Called with each unit before its gradients are reduced.
 
     Raises:
-        ValueError: a unit for `torch.compile` to trace.
-        RuntimeError: forward changed an unsharded parameter in place.
+        ValueError: A unit was wrapped for `torch.compile` to trace.
+        RuntimeError: A forward changed an unsharded parameter in place.
     """
     reductions = StepReductions(module, before=before)
     reductions.start()
@@ -213,27 +213,27 @@ def reduce_gradients(module: nn.Module, *, before: UnitCallback | None = None) -
 
 
 class StepReductions:
-    """The reductions at the end of a step: one of each unit, in one order on all ranks, whenever gradients come.
+    """End-of-step reductions, one per unit, in the same order on all ranks however gradients arrive.
 
-    `reduce_gradients` does all of it at once. A pipeline does it in the last backward of a stage::
+    `reduce_gradients` runs all of them at once. A pipeline starts them in the last backward of a stage::
 
-        with reductions.in_backward():  # a unit's reduction starts behind the last gradient of it and of those before
+        with reductions.in_backward():  # start a unit's reduction once it and earlier units have all gradients
             loss.backward()
-        reductions.start()              # those of units that have waited for a gradient that never came
+        reductions.start()              # units that still miss a gradient
         ...                             # other stages
         reductions.finish()
 
-    The order is that of module order backwards. It does not depend on which gradients come, and when: on a rank that
-    has not used some parameter, the reductions from its unit on start at the end.
+    The order is module order backwards. It does not depend on which gradients arrive, or when: on a rank that did
+    not use some parameter, the reductions from its unit on start at the end.
 
     Args:
-        module: with units of `fully_shard` or `hsdp` in it, or none.
-        before: called with each unit before its gradients are reduced.
-        in_place: send gradients from where they are, if all units can: no reduction is waited for before `finish`, and
-            gradients stay until then. Else each is packed in the memory of the one before, which is waited for.
+        module: Module that contains units of `fully_shard` or `hsdp`, or none.
+        before: Called with each unit before its gradients are reduced.
+        in_place: Send gradients from their own memory if all units can. No reduction is waited for before `finish`,
+            and gradients stay until then. False: each is packed into the memory of the previous one, after a wait.
 
     Raises:
-        ValueError: a unit for `torch.compile` to trace.
+        ValueError: A unit was wrapped for `torch.compile` to trace.
     """
 
     def __init__(self, module: nn.Module, *, before: UnitCallback | None = None, in_place: bool = False) -> None:
@@ -241,33 +241,33 @@ class StepReductions:
         self._before = before
         self._groups = [root.prepared_units() for root in _roots(module)]
         self._waiting = [unit for units in reversed(self._groups) for unit in reversed(units)]
-        # Of some units alone it would not help: the others wait for all reductions before theirs.
+        # In place for some units only would not help, because the others wait for all reductions before theirs.
         self._in_place = in_place and all(unit.can_send_in_place for unit in self._waiting)
-        self._reduced: list[Unit] = []  # while their parameters stay
+        self._reduced: list[Unit] = []  # reductions started, parameters not yet freed
         self._missing: dict[Unit, set[int]] = {}
         self._owners: dict[int, Unit] = {}
 
     @property
     def is_started(self) -> bool:
-        """Whether `start` has been called."""
+        """True once `start` has been called."""
         return not self._waiting and not self._reduced
 
     @contextmanager
     def in_backward(self, *, forward_order: bool = False) -> Iterator[None]:
-        """Reduce the gradients of parameters that are unsharded for the step as soon as the block has computed them.
+        """Reduce gradients of parameters that are unsharded for the step as soon as the block has computed them.
 
         Args:
-            forward_order: gradients come in the order of forward, those of the root last, on all ranks.
+            forward_order: Gradients arrive in forward order, the root's last, on all ranks.
 
         Raises:
-            RuntimeError: forward changed an unsharded parameter in place.
+            RuntimeError: A forward changed an unsharded parameter in place.
         """
         _check_untouched(self._waiting)
         if forward_order:
             self._waiting = [unit for root, *below in self._groups for unit in (*below, root)]
         handles: list[Any] = []
         for unit in self._waiting:
-            # Those of other units come and go with hooks of their own, which collect gradients elsewhere.
+            # Units under `HOOKS` are gathered and freed by their own hooks, which collect gradients elsewhere.
             if unit.control is not StepControl.UNSHARDED_FOR_STEP:
                 break
             params = [param.unsharded for param in unit.params if param.unsharded.requires_grad]
@@ -283,7 +283,7 @@ class StepReductions:
 
     @runs_eagerly
     def arrived(self, param: torch.Tensor) -> None:
-        """The gradient of an unsharded parameter is complete: start the reductions that have waited for it."""
+        """Record that a gradient of an unsharded parameter is complete, and start the reductions that waited for it."""
         unit = self._owners.get(id(param))
         if unit is None:
             return
@@ -296,10 +296,10 @@ class StepReductions:
             ready.reduce_in_backward(in_place=self._in_place)
 
     def start(self) -> None:
-        """Start the reductions that have not been started, and free all parameters.
+        """Start the remaining reductions, and free all parameters.
 
         Raises:
-            RuntimeError: forward changed an unsharded parameter in place.
+            RuntimeError: A forward changed an unsharded parameter in place.
         """
         _check_untouched(self._waiting)
         reduced, self._reduced = self._reduced, []
@@ -316,11 +316,11 @@ class StepReductions:
         self._before(next(unit for unit in units if reducer in unit.reducers))
 
     def finish(self) -> None:
-        """Wait for all reductions, and apply the gradients; those that may go on after the step do."""
+        """Wait for all reductions and apply the gradients, except for reductions that may continue after the step."""
         for units in self._groups:
             schedule = units[0].schedule
             assert schedule is not None
-            if self._before is not None and self._in_place:  # here they are waited for, unit by unit
+            if self._before is not None and self._in_place:  # reductions in place are first waited for here
                 with torch.no_grad():
                     schedule.finish_each(functools.partial(self._say_whose, units))
             if any(unit.options.leave_pending for unit in units):
@@ -338,11 +338,11 @@ def _check_untouched(units: Iterable[Unit]) -> None:
 
 
 def release_parameters(module: nn.Module, *, failed: bool = False) -> None:
-    """Free the unsharded parameters of a step in `module`, without a reduction; no communication.
+    """Free the parameters that are unsharded for a step in `module`, without a reduction; no communication.
 
     Args:
-        module: with units in it, or none.
-        failed: drop all gradients that wait, as after a step that ended with an error.
+        module: Module that contains units, or none.
+        failed: Drop all pending gradients, e.g. after a step that ended with an error.
     """
     for root in _roots(module):
         units = root.prepared_units()
@@ -353,7 +353,7 @@ def release_parameters(module: nn.Module, *, failed: bool = False) -> None:
 
 
 def _roots(module: nn.Module) -> Iterator[Unit]:
-    """The units in `module` that are in no other one, each once, in module order."""
+    """Yield the outermost units in `module`, each once, in module order."""
     found: list[Unit] = []
 
     def visit(child: nn.Module) -> None:
@@ -369,10 +369,10 @@ def _roots(module: nn.Module) -> Iterator[Unit]:
 
 
 def refuse_traced(asked: str, module: nn.Module, hint: str = "hsdp(cell, ..., use_eager_hook=True)") -> None:
-    """Refuse what cannot reach a cell whose communication is part of its graph.
+    """Reject a call that cannot affect a cell whose communication is part of its graph.
 
     Raises:
-        ValueError: There is one in the module.
+        ValueError: The module contains such a cell.
     """
     for name, child in module.named_modules():
         if traced_unit_of(child) is not None:
@@ -382,7 +382,7 @@ def refuse_traced(asked: str, module: nn.Module, hint: str = "hsdp(cell, ..., us
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a module and its submodules keep their parameters and buffers."""
+    """Yield the dict and name of each parameter and buffer of a module and its submodules."""
     for child in module.modules():
         for tensors in (child._parameters, child._buffers):
             yield from ((tensors, name) for name, tensor in tensors.items() if tensor is not None)
@@ -392,26 +392,26 @@ def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 class ManagedModule(FSDPModule):
-    """What both APIs of the engine give a wrapped module: FSDP2's methods, and those of HyperParallel.
+    """Base of both wrapped-module APIs: FSDP2's methods and HyperParallel's additions.
 
-    It is an `FSDPModule`, because clients ask for that class and skip what is none: one that never set its divide
-    factor trained with a quarter of the gradient.
+    It is an `FSDPModule` because clients test for that class and skip other modules: one that therefore never set its
+    divide factor trained with a quarter of the gradient.
 
     "Nested" means: this unit and all units in its submodules. Methods raise `ValueError` for an argument of the wrong
-    kind, and when called on a module that was never wrapped.
+    kind, and for a module that was never wrapped.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the original class: a slice of a wrapped container is a plain container."""
+        """Make a module of the original class, e.g. because a slice of a wrapped container is a plain container."""
         original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
-        made.__init__(*args, **kwargs)  # by hand: Python calls it for instances of `cls` alone
+        made.__init__(*args, **kwargs)  # explicitly, because Python only calls it for instances of `cls`
         return made
 
     # -- HyperParallel's own methods -----------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those that wait for a reduction. Nested."""
+        """Clear gradients, including pending ones. Nested."""
         for unit in needed_units(self):
             unit.clear_gradients(set_to_none=set_to_none)
         for traced in nested_traced_units(self):
@@ -419,10 +419,11 @@ class ManagedModule(FSDPModule):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reduce_op_type(self, reduce_op_type: str | None, *, recurse: bool = True) -> None:
-        """`"avg"` or `"sum"`; case and blanks do not matter. Nested; `recurse=False`: this unit only.
+        """Set the reduction to `"avg"` or `"sum"`; case and blanks do not matter. Nested.
 
-        None, the default: `"avg"` where a unit manages only plain parameters, else `"sum"`, and the loss must already
-        be divided by the number of data-parallel ranks. A root with units of both kinds has to choose.
+        None, the default: `"avg"` if a unit manages only plain parameters, else `"sum"`, for which the loss must be
+        divided by the number of data-parallel ranks. A root with units of both kinds requires a choice.
+        `recurse=False`: this unit only.
         """
         op = reduce_op_type.strip().lower() if isinstance(reduce_op_type, str) else reduce_op_type
         if op is not None:
@@ -439,16 +440,16 @@ class ManagedModule(FSDPModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load values into the sharded parameters and the buffers; the caller's dict is not changed.
 
-        A value may be a DTensor (resharded when laid out otherwise), a plain tensor of the local shape, or one of
-        the global shape.
+        A value may be a DTensor (resharded if its layout differs), a plain tensor of the local shape, or a plain
+        tensor of the global shape.
 
         Args:
             state_dict: Values by full name.
             strict: Raise for missing and for unexpected keys.
-            assign: Not possible for sharded parameters: warns, and copies.
+            assign: Not possible for sharded parameters: warns and copies instead.
 
         Raises:
-            ValueError: A value of another shape, or no tensor at all.
+            ValueError: A value has another shape or is not a tensor.
             RuntimeError: `strict` and keys are missing or unexpected; both are listed, sorted.
         """
         check("load_state_dict cannot read its flags", "bool", strict=strict, assign=assign)
@@ -463,7 +464,7 @@ class ManagedModule(FSDPModule):
         return load_into(self, state_dict, load, strict=strict, assign=assign)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; if it is interrupted, let its unit know."""
+        """Call the module; after an interrupt, clean up its unit."""
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except Exception as error:
@@ -471,17 +472,17 @@ class ManagedModule(FSDPModule):
             below = (unit for unit in units if unit is not unit_of(self))  # type: ignore[arg-type]
             explain_mixed(self, error, {id(p.sharded) for unit in below for p in unit.params})  # type: ignore[arg-type]
             raise
-        except BaseException:  # Ctrl-C, for one; for exceptions torch calls the hooks
+        except BaseException:  # e.g. Ctrl-C; torch runs the always-called hooks for `Exception` only
             unit = unit_of(self)  # type: ignore[arg-type]
             if unit is not None:
                 unit.interrupted()
             raise
 
     def set_gradient_scaling_factor(self, factor: float | torch.Tensor | None) -> None:
-        """Multiply reduced gradients by `factor`, also those that wait by then. Nested.
+        """Multiply reduced gradients by `factor`, including pending ones. Nested.
 
         Args:
-            factor: A tensor of one element is read now. None: as when wrapped, `hsdp`'s `grad_scale` or 1.
+            factor: A tensor of one element is read now. None: the factor when wrapped (`hsdp`'s `grad_scale`) or 1.
         """
         if isinstance(factor, torch.Tensor) and factor.numel() == 1 and not factor.is_complex():
             factor = float(factor)
@@ -493,7 +494,7 @@ class ManagedModule(FSDPModule):
             unit.options.gradient_scale = unit.wrapping.options.gradient_scale if factor is None else float(factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a module with the same units over the same groups, values of its own, and no gradients."""
+        """Return a module with the same units over the same groups, copied values, and no gradients."""
         unit = unit_of(self)  # type: ignore[arg-type]
         if unit is None or unit.wrapping.copy is None:
             return self.__reduce_ex__(2)
@@ -514,14 +515,14 @@ class ManagedModule(FSDPModule):
         recurse: bool = True,
         requires_grad_sync: bool | None = None,
     ) -> None:
-        """False: no communication in backward, gradients are kept; the next backward with True adds them.
+        """Set whether backward reduces gradients; False keeps them, and the next backward with True adds them.
 
-        On two axes it decides about both, as in torch: call `set_requires_all_reduce` after it.
+        On two axes it sets both, as in torch: call `set_requires_all_reduce` after it.
 
         Args:
-            requires_gradient_sync: Whether to reduce.
+            requires_gradient_sync: True to reduce; e.g. False for all micro-batches of a step except the last.
             recurse: Nested; False: this unit only.
-            requires_grad_sync: Another name of the first.
+            requires_grad_sync: Alias of `requires_gradient_sync`.
         """
         check("set_requires_gradient_sync cannot use its flags", "bool | None", requires_grad_sync=requires_grad_sync)
         flag = requires_grad_sync if requires_gradient_sync is None else requires_gradient_sync
@@ -534,13 +535,13 @@ class ManagedModule(FSDPModule):
         self._show_gathered()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: reduce over the shard axis only; the replicate axis follows in the next backward with True."""
+        """Set whether backward reduces over the replicate axis; False defers it to the next backward with True."""
         check_flags("set_requires_all_reduce", requires_all_reduce=requires_all_reduce)
         for unit in reached_units(self, "set_requires_all_reduce", recurse):
             unit.options.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: the end of this backward leaves reductions under way (several backwards per step). For the root."""
+        """Set whether backward waits for reductions; False for all but the last of several backwards. For the root."""
         check_flags("set_is_last_backward", is_last_backward=is_last_backward)
         unit = needed_unit(self)
         unit.is_last_backward = is_last_backward
@@ -549,9 +550,9 @@ class ManagedModule(FSDPModule):
         self._show_gathered()
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide the sum of this unit's gradients over the ranks by `factor`, instead of the mean or the sum.
+        """Divide the sum of this unit's gradients over the ranks by `factor`, overriding the mean or the sum.
 
-        1.0: add them up. None: the mean or the sum again. `set_gradient_scaling_factor` is a factor beside it.
+        E.g. 1.0 sums, None restores the default. `set_gradient_scaling_factor` is applied in addition.
         """
         asked, hint = "cannot divide gradients", "set_gradient_divide_factor(1.0), which adds gradients up"
         if factor is not None:
@@ -559,18 +560,18 @@ class ManagedModule(FSDPModule):
         needed_unit(self).options.divide_by = None if factor is None else float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """The same as `set_gradient_divide_factor`, by its older name."""
+        """Call `set_gradient_divide_factor`, under FSDP2's older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
-        """Call `hook` with this unit's reduced gradients, flat and padded as FSDP2's, before they are applied.
+        """Call `hook` with this unit's reduced gradients, flat and padded as in FSDP2, before they are applied.
 
-        It changes them in place, and may communicate: all ranks call it in one order. Called once for each dtype and
-        group of ranks; after the all_reduce on two axes. The mean has been taken.
+        The hook changes them in place, and may communicate, because all ranks call it in the same order. It is called
+        once per dtype and group of ranks, after the mean, and on two axes after the all_reduce.
 
         Args:
-            hook: What is called; None: nothing any more.
-            stream: Without effect: it runs on the current stream.
+            hook: Callable on the flat gradients; None removes it.
+            stream: No effect: the hook runs on the current stream.
         """
         del stream
         hint = "lambda reduced: dist.all_reduce(reduced, group=group)"
@@ -578,20 +579,20 @@ class ManagedModule(FSDPModule):
         needed_unit(self).options.reduced_hook = hook
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this unit's parameters with `comm`, an `AllGather` of torch that allocates, too; None: as before."""
+        """Gather this unit's parameters with `comm`, a torch `AllGather` that also allocates; None: the default."""
         _refuse_owners("cannot gather parameters", needed_unit(self), comm)
         for bucket in needed_unit(self).buckets:
             bucket.all_gather_with = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this unit's gradients with `comm`, a `ReduceScatter` of torch whose `op` is `SUM`; None: as before."""
+        """Reduce this unit's gradients with `comm`, a torch `ReduceScatter` whose `op` is `SUM`; None: the default."""
         _refuse_owners("cannot reduce gradients", needed_unit(self), comm)
         needed_unit(self).options.reduce_scatter_with = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the backend of the process group allocate what this unit communicates with, if it can (nccl's can).
+        """Let the process group's backend allocate this unit's communication buffers, if it can (e.g. nccl).
 
-        In place of `set_custom_all_gather` and `set_custom_reduce_scatter`. Parameters with owners are left alone.
+        Overrides `set_custom_all_gather` and `set_custom_reduce_scatter`. Parameters with owners are not affected.
         """
         check_flags("set_allocate_memory_from_process_group_for_comm", enable=enable)
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -606,9 +607,9 @@ class ManagedModule(FSDPModule):
                     unit.options.reduce_scatter_with = collectives.ProcessGroupAllocReduceScatter(group)
 
     def set_symm_mem_for_comm(self, backend: Any = "NCCL") -> None:
-        """Gather this unit's parameters in symmetric memory, in place of `set_custom_all_gather`; on GPUs only.
+        """Gather this unit's parameters in symmetric memory, overriding `set_custom_all_gather`; on GPUs only.
 
-        Gradients are reduced as they were. A backend of None: no longer.
+        Reductions are unchanged. A backend of None turns it off.
         """
         for bucket, group in _gathered_buckets(needed_unit(self)):
             if backend is None:
@@ -618,21 +619,21 @@ class ManagedModule(FSDPModule):
 
                 bucket.all_gather_with = collectives.SymmMemAllGather(group, backend)
 
-    # -- whether ranks agree ---------------------------------------------------------------------------------------
+    # -- agreement between ranks -----------------------------------------------------------------------------------
 
     def set_check_identity(self, check_identity: bool | int = True, *, names: bool = True) -> None:
-        """Let ranks compare their units, and which of them they gather and reduce together. For the root, on all ranks.
+        """Make ranks compare their units, gathers and reductions. For the root, on all ranks.
 
-        What differs is an error on every rank of the group, with the first unit that does. Units are compared before
-        the root first communicates; what is gathered and reduced after the first forward of each step, after each
-        forward without gradients, and with the norm of `clip_grad_norm_` and `get_total_norm`.
+        A difference raises an error on every rank of the group, which names the first unit that differs. Units are
+        compared before the root first communicates. Gathers and reductions are compared after the first forward of each
+        step, after each forward without gradients, and with the norm of `clip_grad_norm_` and `get_total_norm`.
 
-        Communication: one all_reduce of 16 bytes a step for each group; 256 bytes more in the all_reduce of the norm.
+        Communication: one all_reduce of 16 bytes per step and group; 256 bytes more in the all_reduce of the norm.
 
         Args:
-            check_identity: False: never; a number: at so many steps, in place of each.
-            names: False: ranks may have other names for modules and parameters, as where only some have an adapter;
-                shapes, dtypes and order are compared all the same.
+            check_identity: False: never. A number: the interval in steps, e.g. 10 for each 10th step.
+            names: False: names of modules and parameters may differ between ranks, e.g. if only some have an adapter.
+                Shapes, dtypes and order are compared in any case.
         """
         asked, hint = "cannot choose when ranks compare their units", "set_check_identity(10), at each 10th step"
         check(asked, "bool | int", hint, InvalidValue, check_identity=check_identity)
@@ -644,10 +645,10 @@ class ManagedModule(FSDPModule):
         if unit.schedule is not None and unit.is_root:
             unit.schedule.name_units()
 
-    # -- when parameters are unsharded ----------------------------------------------------------------------------
+    # -- gathering and freeing -------------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
-        """Whether the unsharded parameters are freed after forward; replaces what wrapping said. None: that again."""
+        """Set whether forward's end frees the unsharded parameters; None restores the setting made when wrapping."""
         asked = "set_reshard_after_forward cannot use its flags"
         check(asked, "bool | None", "", InvalidValue, reshard_after_forward=reshard_after_forward)
         for unit in reached_units(self, "set_reshard_after_forward", recurse):
@@ -658,21 +659,21 @@ class ManagedModule(FSDPModule):
             unit.use_post_forward_mesh(wrapping.post_forward_mesh if as_wrapped else None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
-        """Whether unsharded parameters are freed after backward; False keeps them until an optimizer has stepped."""
+        """Set whether backward's end frees unsharded parameters; False keeps them until an optimizer has stepped."""
         check_flags("set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
         for unit in reached_units(self, "set_reshard_after_backward", recurse):
             unit.options.reshard_after_backward = reshard_after_backward
         self._show_gathered()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: backward of this unit needs no parameters (an embedding's does not), and none are gathered."""
+        """Set whether backward gathers this unit; False e.g. for an embedding, whose backward needs no parameters."""
         check_flags("set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         needed_unit(self).options.unshard_in_backward = unshard_in_backward
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """True: a parameter that no rank has used gets zeros as its gradient; False, the default: it gets none.
+        """Set whether a parameter that no rank used gets a gradient of zeros; False, the default: it gets none.
 
-        A rank that has not used a parameter takes part with zeros in either case. Those of cells that were wrapped
+        A rank that did not use a parameter contributes zeros in either case. Parameters of cells that were wrapped
         with `use_eager_hook=False` get none.
         """
         name = "set_reduce_scatter_unused_params"
@@ -681,30 +682,30 @@ class ManagedModule(FSDPModule):
             unit.options.zeros = reduce_scatter_unused_params
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any] | None) -> None:
-        """Gather these units' parameters while this unit's forward computes (None: the unit that came next)."""
+        """Gather these units during this unit's forward; None: the unit that followed in the recorded order."""
         units = prefetched_units("set_modules_to_forward_prefetch", ManagedModule, "fully_shard", modules=modules)
         needed_unit(self).forward_prefetch = units
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any] | None) -> None:
-        """Gather these units' parameters while this unit's backward computes (None: the one that came before)."""
+        """Gather these units during this unit's backward; None: the unit that preceded it in the forward order."""
         units = prefetched_units("set_modules_to_backward_prefetch", ManagedModule, "fully_shard", modules=modules)
         needed_unit(self).backward_prefetch = units
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the gathers of the next forward wait for `event`, recorded after an optimizer's step on its own stream.
+        """Make the gathers of the next forward wait for `event`, e.g. recorded after an optimizer step on its stream.
 
-        For the root. Without it they wait for what the current stream holds. It is used once.
+        For the root. Without an event they wait for all work on the current stream. Each event is used once.
         """
         needed_unit(self).wait_for = event
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters now, for the next forward; with `async_op` returns a handle to wait on.
+        """Gather this unit's parameters now, for the next forward; with `async_op` return a handle to wait on.
 
-        Forwards without gradients (an evaluation, generation) use them until `reshard()` or the next training step.
+        Forwards without gradients (e.g. evaluation, generation) use them until `reshard()` or the next training step.
 
-        What is gathered already is gathered again if the parameters have changed since. A change through `.data`, or
-        by a foreach operation without gradients, leaves no trace: call `reshard()` after one. What is written into
-        unsharded parameters is lost when they are freed.
+        They are gathered again if the shards have changed since. A change through `.data`, or by a foreach operation
+        without gradients, is not detected: call `reshard()` after one. Writes to unsharded parameters are lost when
+        they are freed.
         """
         check_flags("unshard", async_op=async_op)
         unit = needed_unit(self)
@@ -720,9 +721,9 @@ class ManagedModule(FSDPModule):
             needed_unit(self).reshard_by_hand()
 
     def reset_iter_state(self) -> None:
-        """After a forward or backward that failed: free unsharded parameters, drop what it did and gradients that wait.
+        """Reset after a failed forward or backward: free unsharded parameters, drop new and pending gradients.
 
-        For the root. Without it the next forward goes on with the gradients of earlier micro-batches.
+        For the root. Without this call the next forward keeps the gradients of earlier micro-batches.
         """
         unit = needed_unit(self)
         if unit.schedule is not None and not unit.is_root:
@@ -736,21 +737,21 @@ class ManagedModule(FSDPModule):
             nested.abandon_backward()
             nested.clear_pending()
 
-    # -- what the engine does anyway, or has no use for ----------------------------------------------------------
+    # -- FSDP2 methods without effect here -----------------------------------------------------------------------
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Without effect: communication always adds up, and factors are applied after it."""
+        """Do nothing: communication always sums, and factors are applied after it."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Without effect: a buffer is freed when its reduction is through, and none is waited for."""
+        """Do nothing: each buffer is freed when its reduction is complete, so there is no limit to wait for."""
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Without effect: gathers and reductions go over the groups of the mesh."""
+        """Do nothing: gathers and reductions use the groups of the mesh."""
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Without effect: gathers are always asynchronous."""
+        """Do nothing: gathers are always asynchronous."""
 
-    # -- what torch's own tools call -----------------------------------------------------------------------------
+    # -- private methods that torch's own tools call ---------------------------------------------------------------
 
     def _get_fsdp_state(self) -> Any:
         needed_unit(self)
@@ -758,54 +759,54 @@ class ManagedModule(FSDPModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for unit in nested_units(self):  # type: ignore[arg-type]
-            unit.reshard()  # what `to` and `half` convert are the sharded parameters
+            unit.reshard()  # `to` and `half` have to convert the sharded parameters
         on_meta = [slot for slot in _slots(self) if slot[0][slot[1]].is_meta]  # type: ignore[arg-type]
         applied = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for tensors, name in on_meta:
             if not tensors[name].is_meta:
                 note_empty(tensors[name])
         for traced in _own_traced(self):
-            traced.follow()  # a graph that is traced next finds leaves of the new dtype
+            traced.follow()  # so that the next trace finds leaves of the new dtype
         return applied
 
     def _show_gathered(self) -> None:
-        """While a pipeline of torch runs backwards, let it find the parameters that its forwards have used.
+        """Show a torch pipeline the parameters that its forwards used, while its backwards run.
 
-        It says so before each backward, by three flags; it may then ask for the gradients of inputs and of weights
-        apart, and looks for the weights among `parameters()`.
+        Such a pipeline sets three flags before each backward. It may then compute the gradients of inputs and of
+        weights separately, and looks for the weights among `parameters()`.
         """
         for unit in nested_units(self):  # type: ignore[arg-type]
             unit.show_for_split_backward()
 
 
 class _Gather(UnshardHandle):
-    """A gather under way."""
+    """Handle of a gather under way."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait until the unsharded parameters are there; further calls do nothing."""
+        """Wait until the parameters are unsharded; further calls do nothing."""
         if self._unit is not None:
             self._unit.unshard()
             self._unit = None
 
 
 class HSDPModule(ManagedModule):
-    """Mixed into the class of every module that `fully_shard` has wrapped."""
+    """Mixin in the class of every module that `fully_shard` has wrapped."""
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let another method of a wrapped module run as `forward` does: on unsharded parameters, with backward seen to.
+    """Run another method of a wrapped module as `forward` is run: on unsharded parameters, and with backward hooks.
 
         register_forward_method(model, "encode")
         model.encode(x).sum().backward()
 
-    Communication: that of the unit's forward and backward.
+    Communication: the same as the unit's forward and backward.
 
     Args:
         module: A wrapped module.
-        name: Of one of its methods.
+        name: Name of a method of the module.
 
     Raises:
         ValueError: The module was never wrapped, or has no such method.
@@ -827,24 +828,24 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As `register_forward_method`, by FSDP2's name; a module that was never wrapped is left alone."""
+    """Call `register_forward_method`, under FSDP2's name; ignore a module that was never wrapped."""
     check("cannot register a method", "module", module=module)
     if is_wrapped(module):
         register_forward_method(module, method_name)
 
 
-# Cached: modules of one class stay of one class, for who compares types (Dynamo's guards, wrap policies).
+# Cached: modules of one class must share one wrapped class, because Dynamo's guards and wrap policies compare types.
 @functools.cache
 def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
-    """The class `HSDP<Original>` that a wrapped module gets; one per original class and API."""
+    """Return the class `HSDP<Original>` of a wrapped module; there is one per original class and API."""
     members = {"__module__": original.__module__, "_hyper_parallel_original": original}  # see `class_name`
     return type(f"HSDP{original.__name__}", (mixin, original), members)
 
 
 def show_shards_in_state_dicts(unit: Unit, owner: nn.Module) -> None:
-    """State dicts of `owner` save and load its sharded parameters, whatever the state of the unit."""
+    """Make state dicts of `owner` save and load its sharded parameters in any state of the unit."""
 
-    # Copies of a module get hooks of their own unit.
+    # Marked as the unit's, because copies of a module keep only users' hooks and get hooks of the copied unit.
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.check_assigned()
         unit.reshard()
@@ -857,17 +858,17 @@ def show_shards_in_state_dicts(unit: Unit, owner: nn.Module) -> None:
     owner.register_load_state_dict_pre_hook(before_load)
 
 
-# -- the state that torch's tools look for ---------------------------------------------------------------------------
+# -- state that torch's tools look up ----------------------------------------------------------------------------------
 
 
 class Hook:
-    """A forward hook of the engine, which torch's memory tracker takes off to put its own around it."""
+    """Handle of an engine's forward hook, which torch's memory tracker removes to wrap the hook."""
 
     def __init__(self, modules: Iterable[nn.Module], hook: Any) -> None:
         self._modules, self._hook = modules, hook
 
     def remove(self) -> None:
-        """Take it off, of all modules of the unit."""
+        """Remove the hook from all modules of the unit."""
         for module in self._modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for number in [number for number, hook in hooks.items() if hook == self._hook]:
@@ -875,10 +876,10 @@ class Hook:
 
 
 class _ParamGroup:
-    """A unit as torch's tools see a parameter group of FSDP2.
+    """View of a unit as a parameter group of FSDP2, for torch's tools.
 
     Attributes:
-        post_backward: Called by torch's pipelines once all gradients are there; `State` reduces them then.
+        post_backward: Called by torch's pipelines once all gradients are complete; `State` reduces them afterwards.
         pre_backward: Never called.
     """
 
@@ -891,7 +892,7 @@ class _ParamGroup:
 
     @property
     def fsdp_params(self) -> list[Any]:
-        """Sharded and unsharded parameters, by torch's names."""
+        """List the sharded and unsharded parameters, under torch's names."""
         return [
             SimpleNamespace(sharded_param=p.sharded, unsharded_param=p.unsharded, _unsharded_param=p.unsharded)
             for p in self._unit.params
@@ -899,30 +900,30 @@ class _ParamGroup:
 
 
 class _StateContext:
-    """What the states below one root share."""
+    """State that is shared by all units below one root."""
 
     def __init__(self, root: State) -> None:
         self._root = root
 
     @property
     def all_states(self) -> list[State]:
-        """The state of each unit of the root."""
+        """The state of each unit below the root."""
         unit = self._root.unit
         units = [unit] if unit.schedule is None else unit.schedule.units
         return [state(unit.modules[0]) for unit in units]
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether the end of a backward applies gradients."""
+        """True if the end of a backward applies gradients."""
         unit = self._root.unit
         return unit.is_last_backward if unit.schedule is None else unit.schedule.is_last_backward
 
 
 class State:
-    """The state of a unit, where FSDP2 keeps its own: `fully_shard.state(module)`.
+    """State of a unit, at the place where FSDP2 keeps its state: `fully_shard.state(module)`.
 
-    It has what torch's pipelines, its memory tracker and its checkpoints ask for; nothing can be set but by methods of
-    the module.
+    It provides the attributes that torch's pipelines, memory tracker and checkpoints read. Settings change only through
+    methods of the module.
 
     Attributes:
         unit: The engine's unit.
@@ -944,28 +945,28 @@ class State:
         return self._fsdp_param_groups[0] if self.unit.buckets else None
 
     def _root_post_backward_final_callback(self) -> None:
-        """All gradients of a pipeline's stage are there: reduce them."""
+        """Reduce the gradients of a pipeline stage once all are complete."""
         reduce_gradients(self.unit.modules[0])
 
 
 def register_state(unit: Unit) -> None:
-    """Put the state of a unit where FSDP2 has its own, and note in torch's registry that the modules are wrapped."""
+    """Store the unit's state under FSDP2's key, and mark the modules as wrapped in torch's registry."""
     made = State(unit)
     for module in unit.modules:
         states = module.__dict__.setdefault(STATE_KEY, OrderedDict())
         states[torch_fully_shard.__wrapped__] = made  # type: ignore[attr-defined]
-        # torch's `replicate` finds in its registry what is managed already; it took units' DTensors for its own else.
+        # torch's `replicate` reads its registry to find managed modules; otherwise it took units' DTensors as its own.
         registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
 
 
 def state(module: nn.Module) -> Any:
-    """The state of a wrapped module, None of any other; see `State`."""
+    """Return the state of a wrapped module, or None for any other module; see `State`."""
     return torch_fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
-    """Without effect: units of several roots communicate over the groups of their meshes, on the backend's streams.
+    """Do nothing: units of several roots communicate over the groups of their meshes, on the backend's streams.
 
     Raises:
         ValueError: One of the modules was never wrapped.

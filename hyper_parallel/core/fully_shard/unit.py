@@ -1,12 +1,11 @@
-"""The parameters of one `fully_shard` call: gathered, shown, freed and reduced as its modules' hooks say.
+"""A unit: the parameters of one `fully_shard` call, gathered, shown, freed and reduced by the hooks of its modules.
 
-`ShardedState` says where the parameters are; a `_GatherRecord` what the last gather was for, a `ForwardCall` (of
-`hooks`) what one call of a module has used, a `_BackwardRecord` how far the backward under way has come. The hooks are
-named in the order of time, as FSDP2's: `pre_forward`, `post_forward`, `pre_backward`, `post_backward`,
-`finalize_backward`.
+`ShardedState` is the location of the parameters' data. A `_GatherRecord` describes the last gather, a `ForwardCall` (in
+`hooks`) one call of a module, and a `_BackwardRecord` the progress of the current backward. Hooks are named in
+chronological order, as in FSDP2: `pre_forward`, `post_forward`, `pre_backward`, `post_backward`, `finalize_backward`.
 
 Hooks on outputs run `pre_backward`, and a node in the autograd graph behind the inputs runs `post_backward`. A unit
-none of whose inputs needs a gradient has no such node: its gradients are reduced at the end of the root's backward.
+has no such node if none of its inputs needs a gradient: its gradients are reduced at the end of the root's backward.
 """
 
 from __future__ import annotations
@@ -45,39 +44,39 @@ from hyper_parallel.platform import Platform
 
 
 class ShardedState(Enum):
-    """Where the data of a unit's parameters is; what its modules show says `Unit.shows_unsharded`.
+    """Location of the data of a unit's parameters; `Unit.shows_unsharded` is which parameters its modules show.
 
-    The two differ on purpose: between forward and backward of the root, and where parameters are kept for the next
-    forward, modules already show the shards to optimizers while the unsharded data stays.
+    The two differ on purpose. Between forward and backward of the root, and while parameters are kept for the next
+    forward, modules already show the shards to optimizers although the unsharded data stays.
     """
 
-    SHARDED = auto()  # in the shards alone
-    POST_FORWARD_SHARDED = auto()  # and once more over the smaller post-forward mesh, for a cheaper second gather
-    UNSHARDING = auto()  # a gather has been issued
-    UNSHARDED = auto()  # in the unsharded parameters as well
+    SHARDED = auto()  # only in the shards
+    POST_FORWARD_SHARDED = auto()  # also sharded over the smaller post-forward mesh, for a cheaper second gather
+    UNSHARDING = auto()  # a gather is under way
+    UNSHARDED = auto()  # also in the unsharded parameters
 
 
 class StepControl(Enum):
-    """Who decides when parameters are gathered and gradients reduced."""
+    """Source of the decisions when to gather parameters and reduce gradients."""
 
-    HOOKS = auto()  # forward and backward
-    UNSHARDED_FOR_STEP = auto()  # the caller, for both: forward and backward leave the parameters alone
-    DEFERRED_SYNC = auto()  # the caller, for the reduction; parameters come and go with each forward
+    HOOKS = auto()  # forward and backward hooks
+    UNSHARDED_FOR_STEP = auto()  # the caller decides both: forward and backward leave the parameters alone
+    DEFERRED_SYNC = auto()  # the caller decides the reduction; each forward still gathers and frees
 
 
 @dataclass(slots=True)
 class _GatherRecord:
-    """What the last gather was for, and how long its result may be used.
+    """Purpose of the last gather, and the conditions under which its result may be reused.
 
     Attributes:
         works: The gathers under way, one per bucket.
-        version: Of the shards that were gathered.
-        forward_number: Of the schedule's forward for which they were gathered; for one to come, when asked by the user.
-        may_change: Whether gradients were there at the gather, or have come since: an optimizer may step, and foreach
-            operations by hand leave no trace in the versions.
-        by_user: Gathered by `unshard()`, for as many forwards without gradients as come.
-        kept_after_backward: Left by a backward, until the shards change.
-        reduced: Whether gradients have been reduced since the gather.
+        version: Version of the shards that were gathered.
+        forward_number: The schedule's forward that they were gathered for; the next one after `unshard()`.
+        may_change: True if there have been gradients at or since the gather. An optimizer may then step, and manual
+            foreach operations do not change the versions.
+        by_user: Gathered by `unshard()`, for any number of forwards without gradients.
+        kept_after_backward: Kept by a backward, until the shards change.
+        reduced: True if gradients have been reduced since the gather.
     """
 
     works: list[Pending] = field(default_factory=list)
@@ -91,12 +90,12 @@ class _GatherRecord:
 
 @dataclass(slots=True)
 class _BackwardRecord:
-    """How far one backward has come in a unit.
+    """Progress of one backward in a unit.
 
     Attributes:
         number: The schedule's number of the backward; -1: no pre-backward since the last one ended.
-        under_way: After pre-backward, and gradients not yet collected.
-        open_calls: Forward calls between their pre-backward and their post-backward.
+        under_way: True between pre-backward and the collection of gradients.
+        open_calls: Number of forward calls between their pre-backward and their post-backward.
     """
 
     number: int = -1
@@ -106,17 +105,17 @@ class _BackwardRecord:
 
 @dataclass
 class _Wrapping:
-    """How a unit was made, for copies of it.
+    """Arguments that a unit was made with, for copies of it.
 
     Attributes:
-        original_classes: Of its modules, by identity.
-        options: As they were before any method changed them.
-        post_forward_mesh: As it was.
-        storage: As the unit's buckets were given it.
+        original_classes: Class of each module before wrapping, by its id.
+        options: Options before any method changed them.
+        post_forward_mesh: Post-forward mesh when wrapped; None: no smaller mesh.
+        storage: Storage that was passed to the unit's buckets.
         grouping: Which parameters communicate together.
         ignored: Parameters that the call ignored.
-        forward_methods: Other methods that run as forward does, by module.
-        copy: What `copy.deepcopy` of a module does.
+        forward_methods: Other methods that run as forward does, by module id.
+        copy: Implementation of `copy.deepcopy` for a module; None: refuse.
     """
 
     original_classes: dict[int, type]
@@ -130,7 +129,7 @@ class _Wrapping:
 
 
 def _in_range(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator of a unit's method, which then runs in a range of that name in profiles."""
+    """Return a decorator that runs a unit's method inside a profiler range of that name."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
@@ -145,7 +144,7 @@ def _in_range(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Unit:
-    """The parameters of one call of `fully_shard` or `hsdp`, and the modules whose forward they serve."""
+    """Parameters of one call of `fully_shard` or `hsdp`, and the modules whose forward uses them."""
 
     def __init__(
         self,
@@ -163,39 +162,39 @@ class Unit:
         self.wrapping = _Wrapping({id(module): type(module) for module in self.modules}, replace(options))
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self.wait_for: Any = None  # an event, before the next forward gathers
+        self.wait_for: Any = None  # event that the next forward's gathers wait for
         self.schedule: Schedule[Unit] | None = None
-        self.is_last_backward = True  # until there is a schedule to ask
+        self.is_last_backward = True  # used until there is a schedule
         self.is_root = False
-        self.number: dict[GroupLog, int] = {}  # of each group, whose how-manieth unit it is
-        self.identity = (1, True)  # of a root: at how many steps ranks compare, and whether names count
+        self.number: dict[GroupLog, int] = {}  # 1-based index of this unit among the units of each group
+        self.identity = (1, True)  # root only: interval in steps at which ranks compare, and whether names must match
         self.post_forward_mesh: tuple[dist.ProcessGroup, int] | None = None
         self.state = ShardedState.SHARDED
         self.shows_unsharded = False
         self.control = StepControl.HOOKS
         self.backward = _BackwardRecord()
-        self.was_in_backward = False  # at any time
+        self.was_in_backward = False  # ever
         self._gather = _GatherRecord()
-        self._asked_for = False  # by `unshard()`, until `reshard()`
+        self._asked_for = False  # True from `unshard()` to `reshard()`
         self._was_reduced = False  # since `zero_grad()` of the module
-        self._calls: list[ForwardCall | None] = []  # running, one inside the other; None: a recomputation
-        self._modules_to_run: set[int] = set()  # of a unit of several: whose forward is still to come
+        self._calls: list[ForwardCall | None] = []  # stack of running forward calls; None: a recomputation
+        self._modules_to_run: set[int] = set()  # modules of the unit whose forward has not run yet
         self._calls_ahead = 0  # forward calls without a post-backward since the last end of a backward
-        self._past_calls: list[weakref.ref[ForwardCall]] = []  # whose graph may still be there
+        self._past_calls: list[weakref.ref[ForwardCall]] = []  # forward calls whose graph may still exist
         self._structure = Structure(self.modules)
         self._log()
         for param in self.params:
             param.on_gradient = self._check_pre_backward
             param.watch()
         for module in self.modules:
-            # Around the hooks that users have registered before: these see what the module sees, not shards.
+            # Outside of hooks that users registered before, so that these see the module's view and not shards.
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            # Also when forward raises: modules would go on to show unsharded parameters, which an optimizer or a state
-            # dict would take for the shards.
+            # Also if forward raises: otherwise modules would still show unsharded parameters, which an optimizer or a
+            # state dict would mistake for the shards.
             module.register_forward_hook(self.post_forward, always_call=True)
 
     def _log(self) -> None:
-        """Let the logs of groups know of this unit, for ranks to compare what they do."""
+        """Register this unit in the logs of its groups, which ranks compare."""
         if self.platform.compares_collectives:
             return
         for bucket in self.buckets:
@@ -217,33 +216,33 @@ class Unit:
 
     @property
     def fqn(self) -> str:
-        """The path of the unit's first module from the root; "" for the root, and before its first forward."""
+        """Path of the unit's first module from the root; "" for the root, and before its first forward."""
         return self.buckets[0].unit_name if self.buckets else ""
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the unsharded parameters have their data."""
+        """True if the unsharded parameters have their data."""
         return self.state is ShardedState.UNSHARDED
 
     @property
     def _has_data(self) -> bool:
-        """Whether the unsharded parameters have their data, or will once the gather under way is through."""
+        """True if the unsharded parameters have their data, or a gather is under way."""
         return self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
 
     def start_gather(self, *, in_backward: bool = False) -> None:
-        """Start to gather the shards as they are now, unless that is done or under way.
+        """Start to gather the current shards, unless they are gathered or being gathered.
 
-        What was gathered for an earlier forward is used again only if its backward is still to come and nobody had
-        gradients to step with, or if the user has asked to keep it after backward.
+        The result for an earlier forward is reused only in two cases. Either its backward is still ahead and there were
+        no gradients to step with, or the user has asked to keep it after backward.
 
         Args:
-            in_backward: It is for the backward of what the last gather was for.
+            in_backward: The gather serves the backward of the last gather's forward.
         """
         if not in_backward:
             self.check_assigned()
         try:
-            # A list, not `any`: each bucket has to look. One that had not would register the old shards again below,
-            # over those that the user has put there, and say nothing.
+            # A list, not `any`: each bucket has to check. A bucket that did not would register the old shards again
+            # below, and silently drop the ones that the user has put there.
             if True in [bucket.was_replaced() for bucket in self.buckets]:
                 self.reshard()
                 for bucket in self.buckets:
@@ -253,20 +252,20 @@ class Unit:
         version = tuple(bucket.version for bucket in self.buckets)
         number = -1 if self.schedule is None else self.schedule.forward_number
         gather = self._gather
-        # FSDP2 gathers nothing while it is unsharded. But what is there may have been kept (by `unshard()`, after
-        # backward, for a backward to come), or prefetched for a forward that never came, and an optimizer may have
-        # stepped since: stale weights would be silent.
+        # FSDP2 gathers nothing while the unit is unsharded. Here the data may have been kept (by `unshard()`, after
+        # backward, for a later backward), or prefetched for a forward that never ran. An optimizer may have stepped
+        # since, and stale weights would be silent.
         has_data = self._has_data
-        # number + 1: gathered by hand, for the forward that comes next.
+        # number + 1: gathered by hand, for the next forward.
         is_left_over = has_data and not in_backward and gather.forward_number not in (number, number + 1)
         if version != gather.version or (is_left_over and not self._is_still_good()):
             if has_data:
                 self._free()
-            self._drop_post_forward_shards()  # they are as old as what was gathered
+            self._drop_post_forward_shards()  # as stale as the unsharded parameters
         if self.state is ShardedState.SHARDED or self.state is ShardedState.POST_FORWARD_SHARDED:
-            # All of them before the first is waited for. No stream of the engine's own, but for shards that are copied
-            # from the host: collectives start behind what the current stream holds, such as an optimizer's step, and
-            # run on the process group's stream.
+            # All buckets start before the first wait. The engine has no stream except for copies of shards from the
+            # host: collectives start after all work on the current stream, e.g. an optimizer's step, and run on the
+            # process group's stream.
             self._note_gather()
             with record_function("FSDP::all_gather", self.fqn):
                 works = [bucket.storage.gather(bucket.start_gather) for bucket in self.buckets]
@@ -282,32 +281,32 @@ class Unit:
             bucket.log.note("gather", *bucket.keys.get(bucket.log, UNNAMED))
 
     def gather_by_hand(self) -> None:
-        """Start to gather for the forward to come."""
+        """Start to gather for the next forward."""
         gather = self._gather
         if self._has_data and not gather.kept_after_backward and (gather.may_change or self._holds_gradients()):
             self._free()
         self.start_gather()
-        # After it, as a gather begins a new record. The number is that of the forward to come: this one takes what it
-        # finds, the one after it does not.
+        # Set afterwards, because a gather begins a new record. The number is the next forward's: this forward reuses
+        # the data, the one after it does not.
         self._asked_for = True
         self._gather.by_user = True
         self._gather.forward_number = 0 if self.schedule is None else self.schedule.forward_number + 1
 
     def reshard_by_hand(self) -> None:
-        """Free, and let no backward of a pipeline gather again."""
+        """Free the parameters, and prevent a pipeline's backward from gathering them again."""
         self.check_assigned()
         self._asked_for = False
         self.reshard()
 
     def check_assigned(self) -> None:
-        """Make sure that no parameter was assigned to in a way that has no effect."""
+        """Raise if a parameter was assigned to in a way that has no effect."""
         for bucket in self.buckets:
             bucket.check_assigned()
 
     def show_for_split_backward(self) -> None:
-        """Show what is gathered, or was asked for, to who computes gradients of inputs and of weights apart.
+        """Show the gathered or requested parameters to a pipeline that splits input and weight gradients.
 
-        Only while backwards neither reduce nor free nor end: what torch's pipelines say before each of them.
+        Only while backwards neither reduce, free nor end: the flags that torch's pipelines set before each backward.
         """
         options, schedule = self.options, self.schedule
         if schedule is None or schedule.is_last_backward or options.reshard_after_backward:
@@ -316,15 +315,15 @@ class Unit:
             self.unshard(in_backward=True)
 
     def _is_still_good(self) -> bool:
-        """Whether what was gathered for an earlier forward can be used by another one.
+        """Return True if another forward can use the parameters that were gathered for an earlier one.
 
-        Steps of optimizers count the versions up, but foreach operations by hand do not count up a DTensor's. So
-        where there are gradients to step with, what was gathered is not used again.
+        Optimizer steps increment the versions, but manual foreach operations do not increment a DTensor's. So the
+        parameters are not reused where there are gradients to step with.
         """
         gather = self._gather
         if gather.kept_after_backward:
-            # Where code skips parameters without a gradient, or steps in a hook on it, the owner alone has changed its
-            # parameter: only that gradients were reduced is known to all ranks, and all of them gather or none.
+            # If user code skips parameters without a gradient, or steps in a hook on it, only the owner has changed its
+            # parameter. All ranks know only that gradients were reduced, and all of them must gather or none.
             return not (gather.reduced and self._has_owners)
         if gather.may_change or self._holds_gradients():
             return False
@@ -342,7 +341,7 @@ class Unit:
         )
 
     def finish_gather(self, *, keep_post_forward_shards: bool = False) -> None:
-        """Have the unsharded parameters, and let the modules see them."""
+        """Wait for the unsharded parameters, and show them in the modules."""
         self._receive(keep_post_forward_shards=keep_post_forward_shards)
         if not self.shows_unsharded:
             self.shows_unsharded = True
@@ -354,10 +353,9 @@ class Unit:
         return any(reducer.owned for reducer in self.reducers)
 
     def _holds_gradients(self) -> bool:
-        """Whether an optimizer would change a parameter.
+        """Return True if an optimizer would change a parameter.
 
-        Of one with an owner, ranks cannot see the gradient: there is one once gradients were reduced, for all that they
-        know.
+        Other ranks cannot see the gradient of a parameter with an owner. They assume one once gradients were reduced.
         """
         if self._has_owners and self._was_reduced:
             return True
@@ -368,26 +366,26 @@ class Unit:
         )
 
     def unshard(self, *, keep_post_forward_shards: bool = False, in_backward: bool = False) -> None:
-        """Gather and show; and, if asked to, keep for backward what the post-forward mesh asks of this rank."""
+        """Gather and show the parameters; if asked to, keep this rank's shard over the post-forward mesh."""
         self.start_gather(in_backward=in_backward)
         self.finish_gather(keep_post_forward_shards=keep_post_forward_shards)
 
     def show_shards(self) -> None:
-        """Let the modules see the sharded parameters; the gathered data stays."""
+        """Show the sharded parameters in the modules; the gathered data stays."""
         if self.shows_unsharded:
             self.shows_unsharded = False
             for bucket in self.buckets:
                 bucket.show_shards()
 
     def reshard(self) -> None:
-        """Free the unsharded parameters and let the modules see the shards."""
-        self.show_shards()  # first: to free waits for a prefetch that nobody used, and raises where a peer has died
+        """Free the unsharded parameters and show the shards in the modules."""
+        self.show_shards()  # first, because freeing waits for an unused prefetch and raises if a peer has died
         self._free()
 
     def _receive(self, *, keep_post_forward_shards: bool = False) -> None:
         if self.state is ShardedState.UNSHARDING:
             works, self._gather.works = self._gather.works, []
-            # Until all is there: a wait raises where a peer has died, and what is not there must be gathered again.
+            # SHARDED until all is received: a wait raises if a peer has died, and missing data must be gathered again.
             self.state = ShardedState.SHARDED
             with record_function("FSDP::all_gather_copy_out", self.fqn):
                 for bucket, work in zip(self.buckets, works, strict=True):
@@ -395,7 +393,7 @@ class Unit:
             self.state = ShardedState.UNSHARDED
 
     def use_post_forward_mesh(self, mesh: tuple[dist.ProcessGroup, int] | None) -> None:
-        """Between forward and backward, keep the parameters split over that group, as its member number so-and-so."""
+        """Keep post-forward shards over `mesh[0]`, in which this rank has index `mesh[1]`; None: keep none."""
         self.post_forward_mesh = mesh
         for bucket in self.buckets:
             bucket.post_forward_mesh = None if bucket.group is None else mesh
@@ -409,7 +407,7 @@ class Unit:
 
     def _free(self) -> None:
         self._gather.by_user = False
-        self._receive()  # a prefetch that nobody used: its collective still writes to the buffer
+        self._receive()  # an unused prefetch, whose collective still writes to the buffer
         for bucket in self.buckets:
             if bucket.gathered:
                 bucket.free()
@@ -419,12 +417,12 @@ class Unit:
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether some gradients are split over a shard axis."""
+        """True if some gradients are sharded over a shard axis."""
         return any(reducer.scatter is not None for reducer in self.reducers)
 
     @property
     def adds_over_ranks(self) -> bool:
-        """Whether there are gradients to be reduced over several ranks."""
+        """True if there are gradients to reduce over several ranks."""
         return any(r.ranks > 1 and any(p.sharded.requires_grad for p in r.params) for r in self.reducers)
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -434,30 +432,30 @@ class Unit:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather, unless that was done ahead, and arrange to hear of the backward of this call."""
+        """Gather unless prefetched, cast inputs, and register the hooks for this call's backward."""
         if self.control is StepControl.UNSHARDED_FOR_STEP:
             self.finish_gather()
             return self._cast_inputs(args, kwargs)
         schedule = self.schedule or self._become_root()
-        # Before anything is read: after a backward that raised, `under_way` is still set, and this forward would be
-        # taken for a recomputation inside of it, which nothing ever frees.
+        # Before any state is read: after a backward that raised, `under_way` is still set, and this forward would be
+        # taken for a recomputation inside of it, whose parameters are never freed.
         schedule.forget_failed_backward()
         recomputing = self.backward.under_way and schedule.in_backward
         if recomputing:
-            self.unshard(in_backward=True)  # which does nothing more, unless backward itself needs no parameters
+            self.unshard(in_backward=True)  # a no-op, unless backward itself needs no parameters
         elif self._calls:
             self.unshard(in_backward=True)  # the module calls itself
         else:
             self._enter_forward(module, schedule)
         args, kwargs = self._cast_inputs(args, kwargs)
-        # A recomputation by activation checkpointing belongs to the backward under way: it has no backward of its own
-        # to wait for, and would free the parameters that the backward around it needs.
+        # A recomputation by activation checkpointing belongs to the backward under way. It has no backward to wait
+        # for, and would free the parameters that the enclosing backward needs.
         call = None if recomputing else ForwardCall(self)
         if call is not None:
             call.version = self._gather.version
             if torch.is_grad_enabled():
                 args, kwargs = mark_inputs(call, args, kwargs)
-        self._calls.append(call)  # last: if anything above raises, `post_forward` finds no call and leaves all alone
+        self._calls.append(call)  # last: if anything above raises, `post_forward` finds no call and does nothing
         return args, kwargs
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -467,7 +465,7 @@ class Unit:
         return args, kwargs
 
     def run_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of one of the unit's modules as if it were its forward."""
+        """Call a method of one of the unit's modules as if it were the forward."""
         args, kwargs = self.pre_forward(module, args, kwargs)
         output = None
         try:
@@ -477,8 +475,8 @@ class Unit:
         return output
 
     def _enter_forward(self, module: nn.Module, schedule: Schedule[Unit]) -> None:
-        # Of several modules, the first to run gathers for all and the last one frees. One that runs again before all
-        # have run begins anew: some of them may never run.
+        # Of several modules, the first to run gathers for all and the last one frees. A module that runs again before
+        # all have run starts over, because some of them may never run.
         first = id(module) not in self._modules_to_run or len(self._modules_to_run) == len(self.modules)
         if first:
             self._modules_to_run = {id(m) for m in self.modules}
@@ -486,22 +484,22 @@ class Unit:
                 self._structure.check(self._known_parameters)
                 schedule.pre_forward()
                 if self.wait_for is not None:
-                    # On the current stream, behind which all gathers start: this one and those that are prefetched.
+                    # On the current stream, which all gathers start after: this one and prefetched ones.
                     self.platform.current_stream().wait_event(self.wait_for)
                     self.wait_for = None
             elif not schedule.in_forward and not schedule.in_backward:
                 schedule.count_forward()  # the unit runs on its own
         self.unshard(keep_post_forward_shards=torch.is_grad_enabled(), in_backward=schedule.in_backward)
-        # Only now the next units: their gathers queue up behind this one's, which forward is waiting for. A forward
-        # inside of a backward (activation checkpointing) records no order and gathers nothing ahead: the order there is
-        # that of backward, and forward's next unit is one that backward has freed already.
+        # The next units only now, so that their gathers queue up behind the one that forward is waiting for. A forward
+        # inside of a backward (activation checkpointing) records no order and prefetches nothing: units run there in
+        # backward's order, and forward's next unit has already been freed by backward.
         if first and not schedule.in_backward:
             schedule.note_pre_forward(self)
             for unit in schedule.next_in_forward(self) if self.forward_prefetch is None else self.forward_prefetch:
                 unit.start_gather()
 
     def _known_parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters below the root that somebody sees to."""
+        """Yield every parameter under the root that is managed or listed in `ignored_params`."""
         for child in (child for module in self.modules for child in module.modules()):
             unit, traced = unit_of(child), traced_unit_of(child)
             if unit is not None:
@@ -515,41 +513,41 @@ class Unit:
     @runs_eagerly
     @_in_range("FSDP::post_forward")
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Watch the outputs for backward, and free the parameters, unless backward will soon be here."""
+        """Register backward hooks on the outputs, and free the parameters unless backward needs them soon."""
         if self.control is StepControl.UNSHARDED_FOR_STEP:
             dtype = self.options.mp_policy.output_dtype
             return copy_aliases(output if dtype is None else cast(output, dtype), self._owns_memory_of)
         if not self._calls:
-            return output  # the hook before forward has raised
+            return output  # `pre_forward` has raised
         call = self._calls.pop()
         if call is not None and call.replaced:
-            restore_containers(call)  # before what may raise: these lists are the caller's
+            restore_containers(call)  # before code that may raise, because these lists are the caller's
         if self.options.mp_policy.output_dtype is not None:
             output = cast(output, self.options.mp_policy.output_dtype)
         if call is None:
             return output  # a recomputation inside of this unit's backward, which needs the parameters next
         schedule = self.schedule
         assert schedule is not None
-        # An output that is a parameter, or a view of one, would lose its memory when the unit reshards.
+        # The module may return a parameter or a view of one, which would lose its memory when the unit reshards.
         output = copy_aliases(output, self._owns_memory_of)
         differentiable = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
-        if differentiable and not torch.is_grad_enabled():  # those that it has made; others it has passed through
+        if differentiable and not torch.is_grad_enabled():  # count new tensors, not inputs that were passed through
             given = {id(tensor) for tensor in tensors_in(args)}
             differentiable = [t for t in differentiable if id(t) not in given]
         if differentiable:
             watch_outputs(call, differentiable)
-            # None inside of a backward: checkpointing recomputes units there before their pre-backward, only for what
-            # they save, and these calls have no post-backward. The unit would wait for them until backward ends.
+            # Skipped inside of a backward. Checkpointing recomputes units there before their pre-backward, only for the
+            # tensors they save. Such calls have no post-backward, so the unit would wait for them until backward ends.
             if not schedule.in_backward:
                 self._calls_ahead += 1
-                # The hooks on the outputs keep a call alive: a weak reference that is dead says that its graph is gone
-                # without a backward, and with it the need for what was gathered.
+                # The hooks on the outputs keep a call alive. A dead weak reference therefore means that its graph was
+                # dropped without a backward, and the gathered parameters are no longer needed for it.
                 self._past_calls = [reference for reference in self._past_calls if reference() is not None]
                 self._past_calls.append(weakref.ref(call))
         if not self._calls:
             self._modules_to_run.discard(id(module))
             if self._modules_to_run:
-                self.show_shards()  # the other modules of the unit need the data, or never run
+                self.show_shards()  # other modules of the unit may still need the data
             else:
                 raised = output is None and sys.exc_info()[0] is not None
                 hides = output is None and not raised
@@ -559,7 +557,7 @@ class Unit:
         return output
 
     def interrupted(self) -> None:
-        """A forward of the unit was cut short by what is no `Exception`, for which torch calls no hooks."""
+        """Clean up after a forward that ended with a non-`Exception` (e.g. Ctrl-C), for which torch calls no hooks."""
         self._calls.clear()
         self._modules_to_run.clear()
         self.show_shards()
@@ -567,17 +565,17 @@ class Unit:
     def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool, hides: bool, raised: bool) -> None:
         schedule.note_post_forward(self)
         for bucket in self.buckets:
-            bucket.check_untouched()  # while the data is there: once freed, what forward has written is lost
+            bucket.check_untouched()  # before the free, with which in-place changes by forward are lost
         if not with_backward:
             self._drop_post_forward_shards()
-        # In a backward that recomputes this forward the unit is what comes next: freed, it would be gathered once more.
+        # In a backward that recomputes this forward, the unit is used next: if freed, it would be gathered once more.
         keeps = not self.options.reshard_after_forward or self.is_root or schedule.in_backward
-        # A module that returns None may have kept its result: of freed memory, whose products end the process, backward
-        # would not come to the parameters' own check, which says what is wrong.
+        # A module that returns None may have stored its result elsewhere, and without the data products with freed
+        # memory crash the process before the parameters' own check in backward can report the error.
         hides = hides and torch.is_grad_enabled() and any(p.unsharded.requires_grad for p in self.params)
         if (with_backward and keeps) or hides or (self._gather.by_user and not torch.is_grad_enabled()):
-            # Backward starts with the root's parameters, or will soon be here: their data stays. The modules show
-            # shards all the same: an optimizer that is made now, after an evaluation, would train copies else.
+            # The data stays, because backward starts with the root or runs soon. The modules show shards all the same:
+            # otherwise an optimizer made now, e.g. after an evaluation, would train copies.
             self.show_shards()
         else:
             self.reshard()
@@ -591,14 +589,14 @@ class Unit:
         return pointer != 0 and any(bucket.owns_memory_of(pointer) for bucket in self.buckets)
 
     def pre_root_forward(self) -> None:
-        """The root's forward starts; an earlier one may have been cut short by an interrupt."""
+        """Reset this unit when the root's forward starts, because an interrupt may have cut short an earlier one."""
         if not self.is_root:
             self._modules_to_run.clear()
             self._calls.clear()
 
     def post_root_forward(self) -> None:
-        """The root's forward is through: no module shows unsharded parameters, no prefetch was in vain."""
-        # Units that were prefetched by the recorded order, and that this forward has not run: their buffers would stay
+        """Root post-forward: show the shards, and free prefetches that no unit used."""
+        # Units that were prefetched by the recorded order, but that this forward did not run: their buffers would stay
         # until a forward runs them.
         was_in_vain = self.state is ShardedState.UNSHARDING
         if was_in_vain or (self.shows_unsharded and self.options.reshard_after_forward):
@@ -607,7 +605,7 @@ class Unit:
             self.show_shards()
 
     def _become_root(self) -> Schedule[Unit]:
-        """The first unit whose forward runs is the root of all units below it; so far they may have had their own."""
+        """Make this unit, the first whose forward runs, the root of all units below it, and merge their schedules."""
         units = nested_units(*self.modules)
         earlier = list(dict.fromkeys(u.schedule for u in units if u.schedule is not None))
         for schedule in earlier:
@@ -618,8 +616,8 @@ class Unit:
                 hint = "run the whole model's forward once before"
                 raise InvalidState("cannot make it the root", blame, seen, hint)
         _check_one_way(self.modules[0], units)
-        # A submodule may have run alone before, for an evaluation or to find out shapes, and have become a root: what
-        # it has under way goes on in the larger schedule. FSDP2 raises an error there.
+        # A submodule may have run alone before, e.g. for an evaluation or to find shapes, and have become a root. Its
+        # work under way continues in the merged schedule. FSDP2 raises an error in this case.
         merged = Schedule(list(dict.fromkeys([*units, *(u for schedule in earlier for u in schedule.units)])))
         merged.is_last_backward = self.is_last_backward
         for schedule in earlier:
@@ -636,7 +634,7 @@ class Unit:
     @runs_eagerly
     @_in_range("FSDP::pre_backward")
     def pre_backward(self, call: ForwardCall) -> None:
-        """Backward is about to use an output of `call`: gather again, and the unit that it reaches next ahead."""
+        """Gather the parameters before backward uses an output of `call`, and prefetch the next unit in backward."""
         if torch.is_grad_enabled():
             blame = "backward with create_graph=True went through a fully_shard unit"
             hint = "create_graph=False, or leave the modules that need second derivatives unwrapped"
@@ -646,7 +644,7 @@ class Unit:
         schedule.pre_backward()
         number = schedule.backward_number
         if number in (call.pre_backward_in, call.post_backward_in):
-            return  # another output of the call, or one that backward comes to after the post-backward
+            return  # another output of the call, or an output that backward reaches after the post-backward
         call.pre_backward_in = number
         backward = self.backward
         if backward.number != number:
@@ -654,31 +652,31 @@ class Unit:
         backward.open_calls += 1
         self.was_in_backward = True
         if backward.under_way:
-            return  # another call of the unit: the parameters are there
+            return  # another call of the unit has gathered already
         backward.under_way = True
         if self.options.unshard_in_backward:
             self.unshard(in_backward=True)
-        # After the gather, which takes the version of the shards as they are. Autograd's own check sees nothing: the
-        # unsharded parameters are filled through `.data`, so that their version counters stand still.
+        # After the gather, which records the current version of the shards. Autograd's own check detects nothing,
+        # because unsharded parameters are filled through `.data` and their version counters do not change.
         if call.version != self._gather.version:
             blame, hint = "a parameter was changed between a forward and its backward", "all backwards before the step"
             raise self._error("run backward", blame, "seen: an in-place change, such as an optimizer's step", hint)
         for reducer in self.reducers:
             reducer.restore_pending()
         for unit in schedule.next_in_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
-            # In its first backward a unit is not gathered ahead: if something uses its parameters before its
-            # pre-backward, their memory is still empty, and torch says so.
+            # A unit is not prefetched for its first backward: if an operation uses its parameters before the unit's
+            # pre-backward, their memory is still empty, and torch raises an error.
             if unit.was_in_backward and unit.options.unshard_in_backward:
                 unit.start_gather(in_backward=True)
 
     def _check_pre_backward(self, gradient: torch.Tensor) -> None:
-        """A gradient of an unsharded parameter arrives: from freed memory, if no hook has announced backward."""
+        """Raise if a gradient arrives for freed parameters, because no hook has announced the unit's backward."""
         del gradient
         if self.control is StepControl.UNSHARDED_FOR_STEP or self._calls or self.shows_unsharded:
             return
         schedule = self.schedule
         if schedule is not None and schedule.in_backward_number == self.backward.number:
-            return  # after the unit's post-backward: autograd accumulates when it likes
+            return  # after the unit's post-backward: autograd may accumulate later
         blame = "backward went into a unit through a tensor that its forward did not return"
         hint = "return the tensor from forward, in any container or dataclass, and keep none in such as self.aux_loss"
         raise self._error("run backward", blame, "seen: a gradient of its parameters, which are freed by now", hint)
@@ -688,22 +686,22 @@ class Unit:
 
     @runs_eagerly
     def post_backward(self, call: ForwardCall) -> None:
-        """Backward has computed the gradients of the inputs of `call`: if it was the last one, free and reduce."""
+        """Handle the input gradients of `call`: after the unit's last call, free the parameters and reduce."""
         schedule = self.schedule
         assert schedule is not None
         schedule.pre_backward()
         if call.pre_backward_in == schedule.backward_number:
             self.backward.open_calls -= 1
         call.post_backward_in = schedule.backward_number
-        # retain_graph=True: a call has several post-backwards. Below 0, the unit would only be reduced at the very end.
+        # retain_graph=True: a call has several post-backwards. Below 0, the unit would be reduced only at the very end.
         self._calls_ahead = max(self._calls_ahead - 1, 0)
-        # Of several forward calls before one backward, all share the parameters and their gradients: while one of them
-        # is still to be differentiated, freeing would gather again, and reducing would communicate twice.
+        # Several forward calls before one backward share the parameters and their gradients. While one of them is still
+        # to be differentiated, freeing would cause another gather, and reducing would communicate twice.
         if self._calls_ahead == 0 and self.backward.open_calls == 0:
             self._reshard_and_reduce(schedule)
 
     def finalize_backward(self) -> None:
-        """The root's backward is through: finish what was not finished on the way."""
+        """Complete the unit after the root's backward: reshard, and reduce the remaining gradients."""
         schedule = self.schedule
         assert schedule is not None
         if self.backward.under_way or self._has_gradients():
@@ -716,21 +714,21 @@ class Unit:
             self._modules_to_run.clear()
 
     def _has_gradients(self) -> bool:
-        """Whether there is something to reduce: from now, or kept by an earlier backward and due now."""
+        """Return True if there are gradients to reduce: new ones, or ones an earlier backward kept and that are due."""
         if any(reducer.has_gradients() for reducer in self.reducers):
             return True
         return self._syncs and any(r.is_due(self.options.requires_all_reduce) for r in self.reducers)
 
     @property
     def _syncs(self) -> bool:
-        """Whether the end of a backward reduces gradients."""
+        """True if the end of a backward reduces gradients."""
         return self.options.requires_gradient_sync and self.control is not StepControl.DEFERRED_SYNC
 
     def _reshard_and_reduce(self, schedule: Schedule[Unit], *, in_place: bool = False) -> None:
         self.backward.under_way = False
-        # The order is that of memory, and of the wire. Freed before packed: the peak is one of the two, not both.
-        # Received before packed: what the unit before has sent goes back to the allocator, and comes again as this
-        # unit's buffer. In FSDP2 a reduce_scatter's input waits for the next post_backward in the same way.
+        # The order matters for memory and communication. Freed before packed: the peak is one of the two, not both.
+        # Received before packed: the memory that the previous unit sent from returns to the allocator and is reused for
+        # this unit's buffer. In FSDP2 a reduce_scatter's input waits for the next post_backward in the same way.
         with torch.no_grad():  # `reduce_now` is called from outside of a backward
             self._reshard_after_backward()
             self._reduce(schedule, in_place=in_place)
@@ -738,27 +736,27 @@ class Unit:
     @_in_range("FSDP::post_backward_reduce")
     def _reduce(self, schedule: Schedule[Unit], *, in_place: bool) -> None:
         options = self.options
-        # In place there is no buffer whose memory the next one could get. A wait would only hold up what this stream
-        # computes next, such as the backward of the rank's next stage.
+        # In place there is no buffer whose memory could be reused. A wait would only delay the next computation on this
+        # stream, e.g. the backward of the rank's next stage.
         if not in_place:
             schedule.receive_reductions()
         for reducer in self.reducers:
             reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs, mean=options.average)
-        # Gradients are on their way: an optimizer may step before the next forward, and what was kept be stale.
+        # Gradients will arrive: an optimizer may step before the next forward and make the kept parameters stale.
         self._gather.may_change |= self._syncs
         if not self._syncs:
-            schedule.advance_reductions()  # those of units that do sync go on
+            schedule.advance_reductions()  # reductions of units that do sync continue
             if options.show_sums:
                 for reducer in self.reducers:
                     reducer.show_pending()
             return
         self._gather.reduced = self._was_reduced = True
-        how = replace(options)  # for the next backward they may change while this reduction is under way
+        how = replace(options)  # a copy, because they may change for the next backward while this reduction runs
         schedule.compare_units()
         started = [reducer.reduce(how, schedule.fused_all_reduces, in_place=in_place) for reducer in self.reducers]
-        # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
-        # one issued is through first, and what the next unit waits for is the reduce_scatter alone. In virtual time
-        # that was never slower, and up to 2.6 % of a step faster.
+        # The all_reduces of previous units are issued after these reduce_scatters. On shared links the first issued
+        # finishes first, and the next unit waits for the reduce_scatter only. In virtual time this order was never
+        # slower, and up to 2.6 % of a step faster.
         if not in_place:
             schedule.advance_reductions()
         for reduction in started:
@@ -769,7 +767,7 @@ class Unit:
 
     @_in_range("FSDP::post_backward_reshard")
     def _reshard_after_backward(self) -> None:
-        """Backward needs the unsharded parameters no more; a forward in whose middle it ran still does."""
+        """Free the unsharded parameters after backward, unless it ran inside of a forward that still needs them."""
         if self._calls:
             return
         self._drop_post_forward_shards()
@@ -780,9 +778,9 @@ class Unit:
             self.show_shards()
 
     def is_resharded(self) -> bool:
-        """Whether the modules show shards and, unless asked to keep them, no unsharded parameter has data."""
+        """Return True if modules show shards and, unless they are to be kept, no unsharded parameter has data."""
         if self._calls:
-            return True  # the backward ran inside of a forward, which still needs them
+            return True  # the backward ran inside of a forward, which still needs the parameters
         if not self.options.reshard_after_backward:
             return not self.shows_unsharded
         return not self.shows_unsharded and self.state is ShardedState.SHARDED
@@ -790,17 +788,17 @@ class Unit:
     # -- steps by request: unsharded for many forwards and backwards, in any order ---------------------------------
 
     def prepared_units(self) -> list[Unit]:
-        """This unit and all below it, in module order, with a schedule."""
+        """Return this unit and all units below it, in module order, after making sure that they have a schedule."""
         schedule = self.schedule or self._become_root()
         schedule.forget_failed_backward()
         self._structure.check(self._known_parameters)
         below = schedule.units
-        if below[0] is not self:  # it has run inside of a larger root
+        if below[0] is not self:  # the unit has run inside of a larger root
             return nested_units(*self.modules)
         return list(below)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which parameters are gathered and gradients reduced."""
+        """List the groups over which parameters are gathered and gradients reduced."""
         found: list[dist.ProcessGroup | None] = [bucket.group for bucket in self.buckets]
         for reducer in self.reducers:
             found += [reducer.scatter, *reducer.replicas]
@@ -812,16 +810,16 @@ class Unit:
         self.control = StepControl.UNSHARDED_FOR_STEP
 
     def defer_sync(self) -> None:
-        """Let gradients wait for `reduce_now`, whatever the options say."""
+        """Defer reductions to `reduce_now`, regardless of the options."""
         self.control = StepControl.DEFERRED_SYNC
 
     @property
     def has_wider_sums(self) -> bool:
-        """Whether gradients that wait are kept in another dtype than autograd adds them up in."""
+        """True if pending gradients are kept in a dtype other than the one autograd accumulates in."""
         return any(r.keeps_in_another_dtype(self.options.mp_policy.reduce_dtype) for r in self.reducers)
 
     def keep_gradients(self) -> None:
-        """After a micro-batch: add its gradients up in the dtype of the reduction, where that is another one."""
+        """After a micro-batch, accumulate its gradients in the reduce dtype where autograd uses another dtype."""
         dtype = self.options.mp_policy.reduce_dtype
         with torch.no_grad():
             for reducer in self.reducers:
@@ -830,16 +828,17 @@ class Unit:
 
     @property
     def can_send_in_place(self) -> bool:
-        """Whether gradients that wait can be sent from where they are, and nothing is issued behind their reduction."""
+        """True if gradients can be sent from their own memory, and no collective is issued after their reduction."""
         return all(reducer.can_send_in_place(self.options) for reducer in self.reducers)
 
     def reduce_in_backward(self, *, in_place: bool) -> None:
-        """Start to reduce gradients that have all come; the parameters stay until `free_after_step`.
+        """Start to reduce gradients that are all complete; the parameters stay until `free_after_step`.
 
-        What backward still computes may need them, such as the gradient of an input by a weight that is frozen.
+        The rest of backward may still need them, e.g. for the gradient of an input through a frozen weight.
 
         Args:
-            in_place: Send gradients from where they are, and wait for no reduction before; see `can_send_in_place`.
+            in_place: Send gradients from their own memory, without waiting for earlier reductions; see
+                `can_send_in_place`.
         """
         schedule = self.schedule
         assert schedule is not None
@@ -847,7 +846,7 @@ class Unit:
             self._reduce(schedule, in_place=in_place)
 
     def free_after_step(self) -> None:
-        """After `reduce_in_backward`: free the unsharded parameters, and reduce gradients that have come since."""
+        """After `reduce_in_backward`, free the unsharded parameters, and reduce gradients that arrived since."""
         if any(reducer.has_gradients() for reducer in self.reducers):
             self.reduce_now()
             return
@@ -859,22 +858,22 @@ class Unit:
         """Free the unsharded parameters and start to reduce all gradients, as the end of a backward would.
 
         Args:
-            in_place: As in `reduce_in_backward`.
+            in_place: Same as in `reduce_in_backward`.
         """
         schedule = self.schedule
         assert schedule is not None
-        self.control = StepControl.HOOKS  # first: a deferred sync would only collect
+        self.control = StepControl.HOOKS  # first, because a deferred sync would only collect
         self._reshard_and_reduce(schedule, in_place=in_place)
 
     def release(self, *, failed: bool) -> None:
-        """Free the unsharded parameters, without a reduction; after a failure gradients that wait are dropped."""
+        """Free the unsharded parameters without a reduction; after a failure drop pending gradients."""
         if failed:
             self.clear_pending()
         if failed or self.control is StepControl.UNSHARDED_FOR_STEP:
             self.reshard()
         self.control = StepControl.HOOKS
 
-    # -- what has failed, and what is cleared ------------------------------------------------------------------------
+    # -- cleanup after failures --------------------------------------------------------------------------------------
 
     def abandon_backward(self) -> None:
         """Drop the state of a backward that ended with an error."""
@@ -887,16 +886,16 @@ class Unit:
             self.reshard()
 
     def clear_pending(self) -> None:
-        """Forget gradients that wait for a reduction."""
+        """Drop gradients that wait for a reduction."""
         for reducer in self.reducers:
             reducer.clear()
             for param in reducer.params:
                 param.unsharded.grad = None
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
-        """Forget gradients, also those that wait for a reduction."""
+        """Clear all gradients, including pending ones."""
         if self.schedule is not None:
-            # Reductions that go on by comm_async or set_is_last_backward(False) would arrive after the zeros.
+            # Reductions that continue due to comm_async or set_is_last_backward(False) would arrive after the zeros.
             self.schedule.finish_reductions()
         self._was_reduced = self._was_reduced and not set_to_none
         for reducer in self.reducers:
@@ -906,12 +905,12 @@ class Unit:
 
 
 def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
-    """Make sure that all units average gradients, or all add them up, where nobody has said what they should do.
+    """Raise if some units average gradients and others sum them, unless the user has chosen for each.
 
-    Units of plain parameters average by default, units with DTensors add up: a warning was all that said so once.
+    Units of plain parameters average by default, units with DTensors sum. This mix used to cause only a warning.
 
     Raises:
-        ValueError: No factor of the loss is right for both.
+        ValueError: No factor of the loss is right for both kinds of units.
     """
     chosen = [unit for unit in units if unit.options.chose_reduction or unit.options.divide_by is not None]
     silent = [unit for unit in units if unit not in chosen and unit.adds_over_ranks]
@@ -931,26 +930,26 @@ def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` was wrapped as, or None."""
+    """Return the unit that `module` was wrapped as, or None."""
     return module.__dict__.get("_hyper_parallel_unit")
 
 
 def traced_unit_of(module: nn.Module) -> Any:
-    """The unit that `module` was wrapped as for `torch.compile` to trace, without hooks, or None."""
+    """Return the unit that `module` was wrapped as for `torch.compile` to trace, without hooks, or None."""
     return module.__dict__.get("_hyper_parallel_traced_unit")
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether `module` was wrapped, in either way."""
+    """Return True if `module` was wrapped, in either way."""
     return unit_of(module) is not None or traced_unit_of(module) is not None
 
 
 def nested_units(*modules: nn.Module) -> list[Unit]:
-    """All units in `modules` and their submodules, each once, in module order."""
+    """Return all units in `modules` and their submodules, each once, in module order."""
     found = (unit_of(child) for module in modules for child in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def nested_traced_units(module: Any) -> list[Any]:
-    """The units in `module` that were made for `torch.compile` to trace, in module order."""
+    """Return the units in `module` that were made for `torch.compile` to trace, in module order."""
     return [unit for child in module.modules() if (unit := traced_unit_of(child)) is not None]
