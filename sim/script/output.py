@@ -18,7 +18,7 @@ from sim.explain.errors import SimError
 
 
 class RankStream:
-    r"""Writes whole lines, each behind `prefix`; everything else is the real stream's.
+    r"""Stream of a rank that writes whole lines behind `prefix`; all other attributes are the real stream's.
 
     >>> import io
     >>> out = io.StringIO()
@@ -28,19 +28,19 @@ class RankStream:
     ['[rank 1] b', '[rank 1] c', '[rank 0] ad']
 
     Args:
-        real: Where the lines go; None drops them.
-        prefix: Put before each line. Empty: what is written passes through as it comes.
-        like: The stream that answers everything else, `real` if not given.
+        real: Stream that receives the lines; None drops them.
+        prefix: Text before each line. Empty: text passes through unbuffered.
+        like: Stream that serves all other attributes; None: `real`.
     """
 
     def __init__(self, real: Any, prefix: str, *, like: Any = None) -> None:
         self._real = real
         self._prefix = prefix
         self._like = real if like is None else like
-        self._begun = ""  # of a line that has not ended
+        self._begun = ""  # the unfinished line
 
     def write(self, text: str) -> int:
-        """Write `text`; a line that has not ended waits for its end."""
+        """Write the whole lines of `text`; keep an unfinished line for later."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if self._real is None:
@@ -59,7 +59,7 @@ class RankStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush the real stream. A progress bar shows its state; any other unfinished line goes on waiting."""
+        """Flush the real stream; of unfinished lines only a progress bar is shown."""
         if self._real is None:
             return
         if "\r" in self._begun:
@@ -67,7 +67,7 @@ class RankStream:
         self._real.flush()
 
     def finish(self) -> None:
-        """End the last line if the rank has not: it writes no more."""
+        """End an unfinished last line, because the rank writes no more."""
         if self._begun:
             self.write("\n")
         self.flush()
@@ -77,15 +77,15 @@ class RankStream:
 
 
 def _last_state(line: str) -> str:
-    """What a terminal shows of a line in which a progress bar has gone back to the start again and again."""
+    """Return the text after the last carriage return, e.g. the last state of a progress bar."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
-# The process as a script sees and changes it, one copy per rank: `__main__`, `sys.argv`, streams  -----------------
+# The process state of each rank: `__main__`, `sys.argv`, streams  ------------------------------------------------
 #
-# A world has these only where it runs a script (`python -m sim run`). They are exchanged when ranks take turns.
+# Only worlds that run a script (`python -m sim run`) have these. They are exchanged when ranks take turns.
 
-# What is exchanged: scripts assign to these, or change the object that is there.
+# Attributes exchanged: scripts assign to these, or change the object in place.
 SLOTS: tuple[tuple[Any, str], ...] = (
     (sys, "argv"),
     (sys, "path"),
@@ -97,24 +97,24 @@ SLOTS: tuple[tuple[Any, str], ...] = (
     (sys, "displayhook"),
     (threading, "excepthook"),
     (tempfile, "tempdir"),
-    (builtins, "print"),  # "only rank 0 prints" is often written by replacing it
+    (builtins, "print"),  # scripts replace it so that only rank 0 prints
     (logging, "root"),
     (logging.Logger, "root"),
     (logging.Logger, "manager"),
     (logging, "_loggerClass"),
     (logging, "_logRecordFactory"),
-    (multiprocessing_context._default_context, "_actual_context"),  # set_start_method
+    (multiprocessing_context._default_context, "_actual_context"),  # changed by set_start_method
 )
 
 
 class ProcessView:
-    """One rank's process as its script sees it.
+    """Process state of one rank's script.
 
     Attributes:
-        streams: Its `sys.stdout` and `sys.stderr`.
-        at_exit: What it has registered with `atexit`.
-        signals: The signal handlers it has set, which are called for what the rank sends itself.
-        thread: The one that executes the script.
+        streams: The rank's `sys.stdout` and `sys.stderr`.
+        at_exit: Calls that the rank has registered with `atexit`.
+        signals: Signal handlers of the rank, called for signals that it sends to itself.
+        thread: The thread that executes the script; None before it starts.
     """
 
     def __init__(self, argv: Sequence[str], path: Sequence[str], stdout: RankStream, stderr: RankStream) -> None:
@@ -129,24 +129,24 @@ class ProcessView:
         self._values = [own.get(name, getattr(owner, name)) for owner, name in SLOTS]
 
     def enter(self) -> None:
-        """Put the rank's copies in place: it is about to run."""
+        """Install the rank's state before its turn."""
         for (owner, name), value in zip(SLOTS, self._values, strict=True):
             setattr(owner, name, value)
 
     def leave(self) -> None:
-        """Keep what the rank has made of them: another one is about to run."""
+        """Save the rank's state after its turn."""
         self._values = [getattr(owner, name) for owner, name in SLOTS]
 
     def run_hook(self, error: BaseException) -> None:
-        """Call the `sys.excepthook` that the script has set with what ends the rank, as Python does.
+        """Call the script's own `sys.excepthook`, if it has set one, with the error that ends the rank.
 
         Args:
-            error: what has come out of the script.
+            error: exception that the script has raised; `SystemExit` calls no hook.
         """
         if sys.excepthook is self._own_hook or isinstance(error, SystemExit):
             return
         try:
-            sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # less `exec`
+            sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # without `exec`
         except SimError:
             raise
         except Exception:
@@ -154,9 +154,9 @@ class ProcessView:
             traceback.print_exc()
 
     def run_exit_calls(self) -> None:
-        """Call what the rank has registered with `atexit`, the last one first.
+        """Run the rank's `atexit` calls, the last one first.
 
-        What one of them raises is shown and changes nothing else, as in Python, unless it ends the world.
+        Errors in them are printed and ignored, as in Python, unless they end the world.
         """
         while self.at_exit:
             call = self.at_exit.pop()
@@ -170,10 +170,10 @@ class ProcessView:
 
 
 class ForwardToRank(logging.Handler):
-    """On the process's root logger: hands what libraries log on a rank to that rank's handlers."""
+    """Handler of the process's root logger that passes records to the handlers of the running rank."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Let the running rank's root logger have the record, or the error output if nobody wants it."""
+        """Pass the record to the running rank's root logger, or to the last resort if it has no handlers."""
         if logging.root.handlers:
             logging.root.callHandlers(record)
         elif logging.lastResort is not None and record.levelno >= logging.lastResort.level:

@@ -1,8 +1,8 @@
-"""Installed packages of which each rank has a copy, because they keep the state of a process in classes or modules.
+"""Per-rank copies of installed packages that keep process state in classes or modules, e.g. accelerate.
 
-A rank imports them for itself. Modules that all ranks share (those of transformers, or the file of a function given to
-`sim.run`) may refer to what they have imported of such a package: while a world is alive, a `Forwarder` stands
-there, which finds the calling rank's copy.
+Each rank imports its own copy. Modules that all ranks share may hold references to such a package, e.g. those of
+transformers, or the file of a function given to `sim.run`. While a world is alive, a `Forwarder` replaces each
+reference and resolves to the calling rank's copy.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from hyper_parallel.core.common.errors import InvalidValue
 from sim.kernel.context import current_context
 
-# What each keeps for its process: FLAGS; PartialState; GlobalHydra; resolvers; rank_zero_only.rank; wandb.run.
+# Their process state: FLAGS; PartialState; GlobalHydra; resolvers; rank_zero_only.rank; wandb.run.
 PER_RANK = (
     *("absl", "accelerate", "hydra", "omegaconf", "lightning", "lightning_fabric", "lightning_utilities"),
     *("pytorch_lightning", "torchmetrics", "wandb"),
 )
-NEVER_PER_RANK = ("torch", "numpy", "hyper_parallel", "sim")  # compiled, or what runs the ranks
+NEVER_PER_RANK = ("torch", "numpy", "hyper_parallel", "sim")  # compiled, or part of the simulator
 _WITHOUT_REFERENCES = {*NEVER_PER_RANK, *sys.stdlib_module_names} - {"__main__"}
 
 
 def check_own(own: Sequence[str], argument: str = "own") -> tuple[str, ...]:
-    """All packages of which each rank gets a copy: the built-in ones and these; ValueError if there can be no copy."""
+    """Return the built-in per-rank packages and `own`; ValueError if a package of `own` cannot be copied."""
     names = [own] if isinstance(own, str) else list(own)
     better = "--own accelerate,hydra" if argument.startswith("-") else "own=['accelerate']"
     for name in names:
@@ -39,12 +39,12 @@ def check_own(own: Sequence[str], argument: str = "own") -> tuple[str, ...]:
 
 
 class Forwarder:
-    """Stands for something of a package: on a rank for what the rank's copy has, elsewhere for the original.
+    """Proxy of an object of a package: the rank's copy on a rank, the original elsewhere.
 
     Args:
-        module: The module of the package that has it.
+        module: Module of the package that defines it.
         name: Its name there; empty for the module itself.
-        original: What it was before the ranks began; None if a rank has imported the package first.
+        original: The object before the ranks began; None if a rank has imported the package first.
     """
 
     __slots__ = ("_forwarded",)
@@ -59,11 +59,11 @@ class Forwarder:
         setattr(_target(self), name, value)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call what it stands for."""
+        """Call the object behind the proxy."""
         return _target(self)(*args, **options)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle, and copy, what it stands for: by its name in the package, like the original."""
+        """Pickle or copy the object behind the proxy by its name in the package, like the original."""
         module, name, _ = object.__getattribute__(self, "_forwarded")
         return (operator.getitem, ((_target(self),), 0)) if name else (importlib.import_module, (module,))
 
@@ -105,10 +105,10 @@ for _method in (
 
 
 class SharedReferences:
-    """What modules that ranks share refer to in packages of which each rank has a copy.
+    """References of shared modules to objects of per-rank packages.
 
     Attributes:
-        packages: The names of these packages.
+        packages: Names of these packages.
     """
 
     def __init__(self, packages: Iterable[str]) -> None:
@@ -118,8 +118,8 @@ class SharedReferences:
         self._seen: set[str] = set()
 
     def begin(self) -> None:
-        """Take the packages out of `sys.modules`, and put forwarders where others refer to them."""
-        # Thousands of modules are loaded, and hardly ever one of these packages. Parents come before their children.
+        """Take the packages out of `sys.modules`, and replace references to them by forwarders."""
+        # `startswith` first, because thousands of modules are loaded. Parents come before their children.
         loaded = tuple(name for name in self.packages if name in sys.modules)
         near = [name for name in list(sys.modules) if name.startswith(loaded)] if loaded else []
         self.taken_out = {name: sys.modules[name] for name in near if self.covers(name)}
@@ -128,31 +128,31 @@ class SharedReferences:
         self.forward(self.taken_out, originals=True)
 
     def end(self) -> None:
-        """Put everything back."""
+        """Restore `sys.modules` and all references."""
         sys.modules.update(self.taken_out)
         while self._replaced:
             self._replaced.pop()()
 
     def covers(self, name: str) -> bool:
-        """Whether a module is one of these packages'."""
+        """Return True if the module belongs to one of these packages."""
         return name.partition(".")[0] in self.packages
 
     def forward(self, own: Mapping[str, ModuleType], *, originals: bool = False) -> None:
-        """Let modules that came since the last call, and that all share, refer to no single rank's copies.
+        """Replace references to single ranks' copies in shared modules that were loaded since the last call.
 
         Args:
-            own: The modules of the packages that they may have imported, by name.
-            originals: Whether these are the process's own, as they were before the ranks began.
+            own: Modules of the packages that the new modules may have imported, by name.
+            originals: True if `own` are the process's modules from before the ranks began.
         """
         new = [name for name in list(sys.modules) if name not in self._seen] if own else []
         sources = self._by_identity(own) if new else {}
         for name in new:
             module = sys.modules.get(name)
             if getattr(getattr(module, "__spec__", None), "_initializing", False):
-                continue  # it is not through yet
+                continue  # it is still being imported
             self._seen.add(name)
             if isinstance(module, ModuleType) and name.partition(".")[0] not in _WITHOUT_REFERENCES:
-                # Every world looks at all that modules hold, tens of thousands of values: first without a Python loop.
+                # Avoid a Python loop: each world checks all values of all modules, tens of thousands.
                 if sources.keys().isdisjoint(map(id, list(vars(module).values()))):
                     continue
                 for key, value in list(vars(module).items()):
@@ -160,7 +160,7 @@ class SharedReferences:
                         self._exchange(vars(module).__setitem__, key, value, sources, originals)
 
     def forward_closure(self, fn: Callable[..., Any]) -> None:
-        """The same for what a function has from the function around it."""
+        """Replace references in the closure of a function, as `forward` does in modules."""
         for cell in getattr(fn, "__closure__", None) or ():
             try:
                 value = cell.cell_contents
@@ -179,22 +179,22 @@ class SharedReferences:
 
     def _is_of_a_package(self, value: Any) -> bool:
         if issubclass(type(value), type) and issubclass(value, BaseException):
-            return False  # Python accepts nothing else in an except clause
+            return False  # an except clause accepts no forwarder
         try:
             home = vars(value).get("__name__") if isinstance(value, ModuleType) else value.__module__
-        except Exception:  # numbers and texts have none
+        except Exception:  # numbers and strings have no `__module__`
             return False
         return isinstance(home, str) and self.covers(home)
 
     def _by_identity(self, modules: Mapping[str, ModuleType]) -> dict[int, tuple[str, str]]:
-        """Where everything of the packages is found, by its `id`: in which module, and under which name."""
+        """Map the `id` of each object of the packages to its module and its name there."""
         found: dict[int, tuple[str, str]] = {}
         for name, module in modules.items():
             for key, value in vars(module).items():
                 if not self._is_of_a_package(value):
                     continue
                 if getattr(value, "__module__", None) == name:
-                    found[id(value)] = (name, key)  # where it is defined, rather than where it is imported
+                    found[id(value)] = (name, key)  # prefer the defining module to one that imports it
                 else:
                     found.setdefault(id(value), (name, key))
         found.update({id(module): (name, "") for name, module in modules.items() if self._is_of_a_package(module)})

@@ -1,4 +1,4 @@
-"""Recording of a script's steps on one rank: what it does between two updates of its optimizer, as a `Program`."""
+"""Recording of a script's steps on one rank, from one update of its optimizer to the next, as a `Program`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from sim.script.changes import recorded_fsdp, without_compiler_and_workers
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values
 
-_MODULE = "sim_module"  # of a node of autograd: the module whose output it made
+_MODULE = "sim_module"  # key of a node's metadata: the name of the module that made its output
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
 _SQUARES = torch.ops.aten.mse_loss.default
 
 
 class NeedsRank(BaseException):
-    """Ends the script: a rank that it communicates with has to be run as well."""
+    """Signal that ends the script because a rank that it communicates with has to run as well."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -56,18 +56,18 @@ class NeedsRank(BaseException):
 
 
 class EnoughSteps(BaseException):
-    """Ends the script: its steps have been recorded. No `except Exception` of its own catches it."""
+    """Signal that ends the script after its recorded steps; a `BaseException`, so that `except Exception` misses it."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A line of the script that asks for a value which depends on data.
+    """Line of the script that reads a value which depends on data, e.g. `loss.item()`.
 
     Attributes:
-        line: of the script.
-        asked: what it asks for, such as `a value of float32` or `aten.nonzero`.
-        given: what it gets.
-        count: how often in all.
+        line: file and line number in the script.
+        asked: the value that is read, e.g. `a value of float32` or `aten.nonzero`.
+        given: the value that the script got.
+        count: number of reads in all recorded ranks.
     """
 
     line: str
@@ -77,25 +77,25 @@ class StandIn:
 
 
 class ScriptRecorder(Recorder):
-    """Records what a script does, and tells its steps apart by those of its optimizer.
+    """Recorder of a script's operations; a call of its first optimizer's `step` ends a step.
 
     Args:
-        rank: that it records.
-        warmup: steps that are left out.
-        steps: steps to record after them.
-        on_accelerator: whether norms, dropout and attention are the kernels of accelerators, and what a policy of
-            offload keeps on the host is in other memory than the rest.
+        rank: the recorded rank.
+        warmup: steps before the recorded ones.
+        steps: number of recorded steps.
+        on_accelerator: True if norms, dropout and attention are the kernels of accelerators, and host memory is
+            separate from device memory (for offload policies).
 
     Attributes:
-        done: how many steps the script has made.
-        stand_ins: by line, what it asked for and what it got: how often.
-        changes: by line, what is run otherwise than the script says, in the order in which it was come to.
-        unpriced: operations of no known kind, priced by the bytes that they read and write.
-        needs: called with each rank that it sends to or receives from; may end the run.
-        program: what the rank does in the recorded steps, once it has made them.
-        move: while torch moves what it offloads: makes the copy of a tensor; True: the host does not wait for it.
-        count_events: says how many collectives and messages the rank has issued so far.
-        traced: the numbers of the first one in the recorded steps, and of the first one after them.
+        done: number of steps that the script has made.
+        stand_ins: number of reads by (line, value asked for, value given).
+        changes: pairs of a line and how it is run differently, in order of first use.
+        unpriced: names of operations of unknown kind, priced by the bytes that they read and write.
+        needs: callback for each rank that this rank sends to or receives from; it may end the run. None: no callback.
+        program: the recorded steps; None until the last one has ended.
+        move: copy of a tensor while torch offloads; True as second argument means non-blocking. None: not offloading.
+        count_events: function that counts the collectives and messages issued so far.
+        traced: `count_events()` at the start and at the end of the recorded steps.
     """
 
     def __init__(self, rank: int, warmup: int, steps: int, *, on_accelerator: bool) -> None:
@@ -110,7 +110,7 @@ class ScriptRecorder(Recorder):
         self.needs: Callable[[int], None] | None = None
         self._on_accelerator = self.has_host = on_accelerator
         self.move: Callable[[torch.Tensor, bool], torch.Tensor] | None = None
-        self._cuts: list[tuple[int, str]] = []  # in the events of the recorded steps: what begins there
+        self._cuts: list[tuple[int, str]] = []  # start of each segment: index into `events`, and phase
         self._standing: list[int] = []
         self._first: weakref.ref[Any] | None = None
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -127,7 +127,7 @@ class ScriptRecorder(Recorder):
     # -- operations ----------------------------------------------------------------------------------------------
 
     def on_operation(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """Run an operation, write it down, and follow its value."""
+        """Run and record an operation, and follow the values of its results."""
         if self._deaf:
             return proceed(*args, **kwargs)
         if func is _ITEM:
@@ -135,7 +135,7 @@ class ScriptRecorder(Recorder):
         if func is torch.ops.aten.record_stream.default:
             return None
         self.place = self._where()
-        is_mean = func is _SQUARES and args[2:] != (0,)  # or a sum; 0: nothing is reduced
+        is_mean = func is _SQUARES and args[2:] != (0,)  # mean or sum; reduction 0 is "none"
         elements = self._elements(args) if is_mean and not self._on_accelerator else None
         try:
             out = super().on_operation(func, args, kwargs, proceed)
@@ -143,21 +143,21 @@ class ScriptRecorder(Recorder):
             return self._without_shape(func, args, kwargs)
         if elements is not None:
             out = elements.as_strided((), ())
-        if func.namespace != "_c10d_functional":  # it has gone through `on_collective`
+        if func.namespace != "_c10d_functional":  # `on_collective` has followed it
             self.values.follow(func, args, kwargs, out)
         return out
 
     def _elements(self, args: Any) -> torch.Tensor:
-        """Return the memory of a loss's elements: on the CPU a mean of squares stays in a storage of that size."""
+        """Allocate a loss's elements, because on the CPU the mean of squares stays in a storage of their size."""
         with self.fake:
             kept = torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape), dtype=args[0].dtype)
-            squares = torch.empty_like(kept)  # the elements themselves, until they are added up
+            squares = torch.empty_like(kept)  # the squares before the reduction
         for tensor in (kept, squares):
             self._touch(tensor)
         return kept
 
     def _item(self, tensor: torch.Tensor) -> Any:
-        """Return the value of a tensor of one element."""
+        """Return the value of a one-element tensor as a Python number; a stand-in if it depends on data."""
         value = self.values.of(tensor)
         stands_in = self.values.is_stand_in(tensor)
         if value is None:
@@ -169,16 +169,16 @@ class ScriptRecorder(Recorder):
         return number
 
     def note(self, asked: str, given: str) -> None:
-        """Write down that the script has asked for a value: the host waits for it."""
+        """Record that the script reads a value, at which the host waits for the device."""
         self.emit(HostWait(self.stream))
         self.stand_ins[user_line(), asked, given] += 1
 
     def change(self, what: str) -> None:
-        """Write down that the script is run otherwise than it says."""
+        """Record that the current line of the script is run in a different way, e.g. without `torch.compile`."""
         self.changes[user_line(), what] = None
 
     def _values_of(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
-        """Return the values of a tensor of many elements, all of which the script asks for at once."""
+        """Return the values of a tensor that the script reads as a whole."""
         value = self.values.of(tensor)
         if value is None or self.values.is_stand_in(tensor):
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -189,28 +189,28 @@ class ScriptRecorder(Recorder):
         return self.values.stand_in(tensor) if value is None else value
 
     def list_of(self, tensor: torch.Tensor) -> Any:
-        """Return what `tolist` does."""
+        """Implement `Tensor.tolist`."""
         value = self._values_of(tensor, "a list")
         with _as_outside():
             return value.tolist()
 
     def array_of(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
-        """Return what `numpy` does."""
+        """Implement `Tensor.numpy`."""
         value = self._values_of(tensor, "an array")
         with _as_outside():
             return value.numpy(force=force)
 
     def tensors_of(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an object as bytes, and how many these are, as torch's object collectives send it."""
+        """Return the pickled bytes of an object and their number, as torch's object collectives send them."""
         written = io.BytesIO()
-        c10d._pickler(written).dump(obj)  # as torch does
+        c10d._pickler(written).dump(obj)  # torch's own pickler, so that sizes match
         with _as_outside():
             data = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
             size = torch.tensor([data.numel()])
         return self._known(data), self._known(size)
 
     def _without_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation of which the sizes of the result depend on values."""
+        """Run an operation whose result has a shape that depends on values, e.g. `nonzero`."""
         name = func._schema.name.rpartition("::")[2]
         given = tensors_of((args, kwargs))
         known = [self.values.of(tensor) for tensor in given]
@@ -241,7 +241,7 @@ class ScriptRecorder(Recorder):
         return results
 
     def _all_elements(self, name: str, given: list[torch.Tensor], args: Any) -> torch.Tensor:
-        """Return what an operation makes of a mask, if all of it is true."""
+        """Return the result of a masked operation whose mask is all True."""
         with self.fake:
             if name == "nonzero":
                 return torch.empty(given[0].numel(), given[0].dim(), dtype=torch.int64)
@@ -257,8 +257,8 @@ class ScriptRecorder(Recorder):
             return torch.ops.aten.index.Tensor(args[0], numbers)
 
     def _known(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without data of which the value is known."""
-        with self.fake:  # torch leaves the mode where it makes meshes
+        """Return a fake tensor that carries a known value."""
+        with self.fake:  # because torch disables the mode while it makes meshes
             tensor = torch.empty_like(value)
         if value.numel() <= MOST_ELEMENTS:
             self.values.set(tensor, value, stands_in=False)
@@ -271,7 +271,7 @@ class ScriptRecorder(Recorder):
             return Place("optimizer")
         node: Any = torch._C._current_autograd_node()
         if node is not None:
-            if self._stack:  # a checkpoint's forward
+            if self._stack:  # recomputation of a checkpoint
                 return _place("backward", self._stack[-1], again=True)
             self._backward_of = _notes(node).get(_MODULE, self._backward_of)
             return _place("backward", self._backward_of)
@@ -319,7 +319,7 @@ class ScriptRecorder(Recorder):
         self._backward_of = ""
         is_step = self._first is not None and self._first() is optimizer
         if is_step:
-            gc.collect()  # what waits for Python's collector would be in use for as long as that happens to take
+            gc.collect()  # garbage in cycles would count as memory until Python's next collection
             self.done += 1
             self._own()
             if self.done == self.warmup:
@@ -331,7 +331,7 @@ class ScriptRecorder(Recorder):
         self._cut("step")
 
     def begin_steps(self) -> None:
-        """Let what stands now be there at the beginning of each step, and record from here on."""
+        """Start the recorded steps; live blocks count as present at the beginning of each step."""
         self._standing = self.live_blocks()
         self._streams_of = {event.block: event.stream for event in self.events if isinstance(event, Alloc)}
         self.cut()
@@ -349,7 +349,7 @@ class ScriptRecorder(Recorder):
             yield from [param for param in module._parameters.values() if param is not None]
 
     def _own(self) -> None:
-        """Note whose the blocks are that stand between steps."""
+        """Set the category (parameters or optimizer) of the blocks that live across steps."""
         for param in self._parameters():
             self.categories.setdefault(self.block_of(local_part(param)), "parameters")
         for module in list(self._modules):
@@ -362,12 +362,12 @@ class ScriptRecorder(Recorder):
                     if isinstance(value, torch.Tensor):
                         self.categories.setdefault(self.block_of(local_part(value)), "optimizer")
                         if isinstance(param, torch.Tensor) and self._is_on_host(local_part(param)):
-                            self.on_host.add(self.block_of(local_part(value)))  # counters of steps among them
+                            self.on_host.add(self.block_of(local_part(value)))  # step counters, too
 
     # -- the program ---------------------------------------------------------------------------------------------
 
     def _assembled(self) -> Program:
-        """Return the recorded steps as one period: it ends with what it began with."""
+        """Assemble the recorded steps into one periodic program, which ends with the blocks that it began with."""
         context = current_context()
         assert context is not None
         program = Program(self.rank, 1, context.network.world_size, list(self.groups), list(self.places))
@@ -393,11 +393,11 @@ class ScriptRecorder(Recorder):
         return program
 
     def _carried_over(self, events: Sequence[Event]) -> tuple[dict[int, int], set[int]]:
-        """Match what the steps leave behind with what they have found of the steps before, by memory and size.
+        """Match blocks that the steps leave with blocks of earlier steps that they free, by memory and size.
 
         Returns:
-            By block that is left: the block found that it stands for in the next period; and blocks that are freed
-            and never come again, which belong to the script's beginning.
+            For each block left: the freed block that it replaces in the next period. And the blocks that are freed
+            without a replacement, because they belong to the script's beginning.
         """
         found, made = set(self._standing), dict.fromkeys(e.block for e in events if isinstance(e, Alloc))
         freed = dict.fromkeys(e.block for e in events if isinstance(e, Free))
@@ -421,7 +421,7 @@ class ScriptRecorder(Recorder):
         return event
 
     def _name_blocks(self, events: Sequence[Event]) -> None:
-        """Say of each block that comes and goes what it is for."""
+        """Set the category of each block that the steps allocate, e.g. "activations" for forward to backward."""
         phases: dict[int, str] = {}
         place = 0
         categories = self.categories
@@ -450,13 +450,13 @@ class ScriptRecorder(Recorder):
     # -- communication -------------------------------------------------------------------------------------------
 
     def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
-        """Write a collective down; the other ranks have put in what this one does."""
+        """Record a collective; every other rank is taken to contribute the same input as this one."""
         self.place = self._where()
         super().on_collective(call, axis, ranks, waitable)
         self._exchange(call, len(ranks))
 
     def _exchange(self, call: Call, size: int) -> None:
-        """Let small results have their values, as if all ranks had given what this one has."""
+        """Set the values of small results, as if all ranks had contributed this rank's inputs."""
         given = [self.values.of(tensor) for tensor in call.inputs]
         for number, tensor in enumerate(call.outputs):
             source = given[min(number, len(given) - 1)] if given else None
@@ -481,14 +481,14 @@ class ScriptRecorder(Recorder):
     def on_message(
         self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
     ) -> None:
-        """Write one side of a message down."""
+        """Record one side of a point-to-point message."""
         if self.needs is not None:
             self.needs(pair[1])
         self.place = self._where()
         super().on_message(tensor, axis, pair, waitable, sending=sending)
 
     def on_delivery(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Let what has come have the value that was sent."""
+        """Copy the value that was sent to the tensor that received it."""
         value = self.values.of(source)
         if value is None or value.numel() != target.numel():
             return
@@ -525,7 +525,7 @@ class ScriptRecorder(Recorder):
 
 
 class _ScriptCalls(AcceleratorKernels):
-    """Calls of torch that leave its operations: they read values, or leave function modes."""
+    """Replacements of torch calls that bypass operations because they read values or leave function modes."""
 
     def __init__(self, recorder: ScriptRecorder, on_accelerator: bool) -> None:
         super().__init__()
@@ -536,7 +536,7 @@ class _ScriptCalls(AcceleratorKernels):
         self._kernels |= {torch.Tensor.pin_memory: _as_it_is}
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """Call what stands for `func` here."""
+        """Call the replacement of `func`, or `func` itself if it has none."""
         if func is torch.Tensor.to and self._recorder.move is not None and "non_blocking" in kwargs:
             return self._recorder.move(args[0], kwargs["non_blocking"])
         return super().handle(func, types, args, kwargs, proceed)
@@ -546,7 +546,7 @@ class _ScriptCalls(AcceleratorKernels):
 
 
 def _everything(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:
-    """What an operation makes of all elements, as far as that is how many there can be."""
+    """Run an operation on ones, which gives the largest result, e.g. all elements of a mask."""
     del given
     with _as_outside():
         ones = tree_map_only(torch.Tensor, lambda one: torch.ones(tuple(one.shape), dtype=one.dtype), (args, kwargs))
@@ -573,16 +573,16 @@ _ASKING: tuple[Any, ...] = (_functional_collectives, _collective_utils, _decompo
 
 
 class _ScriptEvent(RecordedEvent):
-    """An event that knows nothing of time."""
+    """Event without a clock."""
 
     def elapsed_time(self, end: Any) -> float:
-        """No time passes while a script is recorded."""
+        """Return 0, because no time passes while a script is recorded."""
         del end
         return 0.0
 
 
 class _ScriptStream(RecordedStream):
-    """A stream that a script may enter."""
+    """Stream that a script can enter with `with`."""
 
     def __enter__(self) -> _ScriptStream:
         self._entered = self._recorder.use_stream(self)
@@ -595,9 +595,9 @@ class _ScriptStream(RecordedStream):
 
 @contextmanager
 def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None) -> Iterator[None]:
-    """Let torch's streams and events be those of the recorder of the rank that asks.
+    """Replace torch's streams and events by the calling rank's recorder's.
 
-    FSDP2 asks for those of the CPU, which stands for the device here; a script asks for those of `device`.
+    FSDP2 uses the CPU's streams, because the CPU stands for the device here; a script uses those of `device`.
     """
 
     def here() -> ScriptRecorder:
@@ -632,7 +632,7 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
         (torch.utils, "swap_tensors", lambda one, other: _take_over(one, other, swap)),
         (DeviceMesh, "__init__", _with_values(DeviceMesh.__init__, here)),
         (c10d, "_object_to_tensor", lambda obj, device, group: here().tensors_of(obj)),
-        # No compiler: collectives are waited for where values are used.
+        # Without a compiler a functional collective is waited for at the first use of its result.
         *((module, "_are_we_tracing", lambda: False) for module in _ASKING),
     ]
     with ExitStack() as stack:
@@ -648,14 +648,14 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
 
 @contextmanager
 def _older_objects_left_out() -> Iterator[None]:
-    """Let the collection at each step walk over what the script has made, not over all that the process has loaded."""
+    """Freeze older objects, so that the collection at each step only visits objects of the script."""
     others = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if not others:  # else what somebody has frozen before would be walked over from now on
+        if not others:  # unfreezing would thaw objects that other code has frozen, too
             gc.unfreeze()
 
 
@@ -664,19 +664,19 @@ def _older_objects_left_out() -> Iterator[None]:
 
 @contextmanager
 def _as_outside() -> Iterator[None]:
-    """Compute with real values: without the modes of the rank's thread."""
+    """Compute with real values, outside the dispatch modes of the rank's thread."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def _notes(node: Any) -> dict[str, Any]:
-    """What is kept with a node of autograd."""
+    """Return the metadata of an autograd node."""
     found: dict[str, Any] = node.metadata
     return found
 
 
 def _take_over(one: torch.Tensor, other: torch.Tensor, swap: Callable[..., None]) -> None:
-    """Let a parameter be what `Module.to` has made of it; torch swaps fake tensors, which their modes do not allow."""
+    """Move a parameter in place for `Module.to`, because fake tensors refuse torch's `swap_tensors`."""
     if not isinstance(one, FakeTensor):
         swap(one, other)
     elif one is not other:
@@ -684,7 +684,7 @@ def _take_over(one: torch.Tensor, other: torch.Tensor, swap: Callable[..., None]
 
 
 def _with_values(init: Callable[..., None], here: Callable[[], ScriptRecorder]) -> Callable[..., None]:
-    """Let a mesh keep its ranks as numbers: who leaves the modes, as this library does, reads them too."""
+    """Keep a mesh's ranks as real numbers, because code outside the modes reads them, e.g. this library."""
 
     def init_mesh(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
         init(mesh, *args, **options)
@@ -698,12 +698,12 @@ def _with_values(init: Callable[..., None], here: Callable[[], ScriptRecorder]) 
 
 
 def _as_it_is(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Return a tensor that is to be page-locked: here is no device that would care."""
+    """Return the tensor unchanged, because pinning has no effect without a device."""
     del args
     return tensor
 
 
 def _place(phase: str, module: str, *, again: bool = False) -> Place:
-    """The place of a module; the first number in its path is taken for its layer's."""
+    """Return the place of a module; the first number in its path is its layer, e.g. 3 for `blocks.3.mlp`."""
     layer = next((int(part) for part in module.split(".") if part.isdecimal()), None)
     return Place(phase, layer, module, again)

@@ -1,7 +1,7 @@
 """`python -m sim verify --nproc 8 --reference one_device.py train.py`: a torchrun script beside its one-device form.
 
-Both are executed as they are, loops and all. What their first steps compute is compared, and the first difference is
-named.
+Both are executed unmodified, training loops included. Their first steps are compared, and the first difference is
+reported.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ _MOST_SHOWN = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prove a script as the command line of `python -m sim verify` says; return the exit code.
+    """Prove a script from the command line of `python -m sim verify`, and return the exit code.
 
-    0: the ranks compute what one device computes. 1: they do not, or a rank has failed. 2: a mistake in what was asked,
-    such as a reference that fails. 130: Ctrl-C.
+    0: ranks and one device compute the same. 1: they differ, or a rank has failed. 2: a usage error, e.g. a reference
+    that fails. 130: Ctrl-C.
     """
     asked = vars(_parser().parse_args(arguments))
     own = {name: asked.pop(name) for name in ("reference", "steps", "mesh", "name", "all", "sensitivity")}
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _reference(launch: Launch, asked: str | None) -> Launch:
-    """Return what one device executes."""
+    """Return the launch of the one-device form; by default the script itself as its only rank."""
     if asked is None:
         return replace(launch, nproc=1, show=())
     try:
@@ -173,12 +173,12 @@ def _names(pairs: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 class _EnoughSteps(BaseException):
-    """Ends a script whose steps have been recorded; no `except Exception` of its own catches it."""
+    """Signal that ends a script after its recorded steps; a `BaseException`, so that `except Exception` misses it."""
 
 
 @dataclass(frozen=True)
 class _ScriptLoop(Loop):
-    """A script and its reference, of which the first steps are taken."""
+    """First steps of a script and of its one-device reference."""
 
     launch: Launch
     source: ScriptSource
@@ -190,7 +190,7 @@ class _ScriptLoop(Loop):
     def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
         """Execute the reference."""
         numbers = [self.shared.one] if self.shared is not None else ()
-        is_plain = taken is None and seed is None  # else it has been said once
+        is_plain = taken is None and seed is None  # later runs would repeat the reference's warnings
         with nullcontext() if is_plain and not numbers else redirect_stderr(io.StringIO()):
             found = self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers)
         if found.stopped is not None:
@@ -198,7 +198,7 @@ class _ScriptLoop(Loop):
         return found.loops[0]
 
     def on_ranks(self, references: References, mutant: Mutant | None) -> RanksRecord:
-        """Execute the script on its ranks."""
+        """Execute the script on its ranks, with `mutant` put into it if given."""
         numbers = self.shared.ranks if self.shared is not None else ()
         launch = self.launch if mutant is None and not numbers else replace(self.launch, show=())
         with redirect_stderr(io.StringIO()) if numbers else nullcontext():
@@ -208,7 +208,7 @@ class _ScriptLoop(Loop):
         return replace(found, loops=[_told_by_values(loop, references[0]) for loop in found.loops])
 
     def make(self) -> None:
-        """Execute the script on its ranks until the first forward, and compare what engines split."""
+        """Run the script's ranks until the first forward, and compare the shards that engines make."""
         first = replace(self, steps=0, launch=replace(self.launch, show=()))
         with redirect_stderr(io.StringIO()):
             found = first._execute(first.launch, self.source, None, compares=True)
@@ -216,11 +216,11 @@ class _ScriptLoop(Loop):
             raise found.stopped
 
     def possible(self, mutants: list[Mutant]) -> list[Mutant]:
-        """Return the faults of communication: a script makes its parameters when it likes."""
+        """Keep the faults of communication only, because a script may make its parameters at any time."""
         return [mutant for mutant in mutants if mutant.axis]
 
     def mesh_of(self, found: RanksRecord) -> Layout:
-        """Return the axes that were given, or those of the groups that the script makes."""
+        """Return the given mesh, or a mesh guessed from the script's process groups, or one axis `ranks`."""
         return self.mesh or self._guessed(found) or Layout((self.launch.nproc,), ("ranks",))
 
     def _guessed(self, found: RanksRecord) -> Layout | None:
@@ -228,7 +228,7 @@ class _ScriptLoop(Loop):
         return mesh_of_groups(self.launch.nproc, groups)
 
     def explained(self, report: Report, comparison: Comparison, found: RanksRecord) -> Report:
-        """Say what it may be due to that script and reference are two programs."""
+        """Add notes on causes that lie in two programs, e.g. a batch that grows with the ranks."""
         script, expected, loops = self.launch.script, comparison.expected, found.loops
         if not comparison.names.parts:
             blame = f"no parameter of {script} is one of {self.reference.script}, by its name or by its values"
@@ -265,7 +265,7 @@ class _ScriptLoop(Loop):
         is_watched: bool = False,
     ) -> RanksRecord:
         found, changes = RanksRecord(), dict[str, None]()
-        is_wide = self.dtype == torch.float64  # else the script's own dtypes are what is proved
+        is_wide = self.dtype == torch.float64  # otherwise the proof is about the script's own dtypes
         loops: dict[int, LoopRecord] = {}
 
         def stop() -> None:
@@ -294,7 +294,7 @@ class _ScriptLoop(Loop):
             script_folder_first(source.folder),
             without_compiler_and_workers(lambda change: changes.update({change: None})),
         ):
-            warnings.filterwarnings("ignore", message="Using `torch.compile")  # of hooks: ours
+            warnings.filterwarnings("ignore", message="Using `torch.compile")  # warnings about hooks that we set
             views = prepare_views(ranks, launch, source)
             try:
                 with ranks, put_in(ranks, mutant):
@@ -302,7 +302,7 @@ class _ScriptLoop(Loop):
                         ranks.run(body)
                     waits = found.stopped is not None and not isinstance(found.stopped, RankFailed)
                     if waits and self._are_complete(loops, launch.nproc):
-                        found.stopped = None  # who has ended may be waited for, by ranks that have done their steps
+                        found.stopped = None  # a rank may wait for ended ranks after its last compared step
                     found.groups, found.events = list(_groups_of(ranks)), list(ranks.trace.kept())
             finally:
                 finish_views(views)
@@ -323,26 +323,26 @@ def verify(program: Any, *given: Any, **options: Any) -> Report:
     >>> report.ok
     True
 
-    The program tells which form of proof is meant, and its docstring what it takes:
+    The type of `program` selects the form of proof, and its docstring has the arguments:
 
     - a function that makes a model: `verify_plan(model_fn, inputs, mesh_shape, plan, ...)`;
     - the same, with `step=`: `verify_step(step, model_fn, batch, mesh_shape, ...)`;
-    - a `hyper_parallel.trainer.Config`, or the path of its TOML file: the first steps of that run, with the number of
-      its ranks, as `hyper-parallel verify` takes them;
-    - the path of a script: its first steps, with the number of its ranks, as `python -m sim verify` takes them, and
-      options of the same names: `reference="one_device.py --batch 4"`, `arguments=["--batch", "4"]`, `steps=2`,
-      `mesh="dp=2"`, `names={"<on the ranks>": "<on one device>"}`, `machine=`, `seed=`, `map_device="cuda"`, `own=`.
+    - a `hyper_parallel.trainer.Config`, or the path of its TOML file: the first steps of that run. Give the number of
+      ranks, as for `hyper-parallel verify`;
+    - the path of a script: its first steps. Give the number of ranks, as for `python -m sim verify`, and options of the
+      same names: `reference="one_device.py --batch 4"`, `arguments=["--batch", "4"]`, `steps=2`, `mesh="dp=2"`,
+      `names={"<on the ranks>": "<on one device>"}`, `machine=`, `seed=`, `map_device="cuda"`, `own=`.
 
     Args:
-        program: what is proved.
-        given: the other arguments of its form.
-        options: those that are given by name.
+            program: model function, Config, TOML path or script path.
+            given: other positional arguments of its form.
+            options: keyword arguments of its form.
 
     Returns:
-        The rows that were compared and the first that is wrong; print it, or call `raise_if_bug()`.
+            The rows that were compared and the first wrong one; print it, or call `raise_if_bug()`.
 
     Raises:
-        TypeError: the program is none of these; and what its form raises.
+            TypeError: the program is of no such type. Each form raises its own errors besides.
     """
     if isinstance(program, (str, os.PathLike)) and os.fspath(program).endswith(".toml"):
         from hyper_parallel.trainer.config import load_config
@@ -350,7 +350,7 @@ def verify(program: Any, *given: Any, **options: Any) -> Report:
         program = load_config(os.fspath(program))
     elif isinstance(program, (str, os.PathLike)):
         return _verify_file(os.fspath(program), *given, **options)
-    trainer = sys.modules.get("hyper_parallel.trainer.config")  # of which a run is, so that it is imported
+    trainer = sys.modules.get("hyper_parallel.trainer.config")  # a Config exists only if its module is imported
     if trainer is not None and isinstance(program, trainer.Config):
         from sim.prove.training import verify_run
 
@@ -392,18 +392,18 @@ def verify_script(
 ) -> Report:
     """Compare the first steps of a script on its ranks with those of its one-device form.
 
-    Both run in float64, also where they ask for fewer bits by name. If that fails, in their own dtypes.
+    Both run in float64, even where they name a smaller dtype. If that fails, both run in their own dtypes.
 
     Args:
-        launch: the script, and on how many ranks.
-        reference: what one device executes.
-        steps: of optimizers, after which both end.
-        mesh: axes of the ranks; None: those of the groups that the script makes.
-        names: names of parameters on the ranks -> names on one device.
+            launch: the script and its number of ranks.
+            reference: the one-device form.
+            steps: number of optimizer steps, after which both end.
+            mesh: axes of the ranks; None: guessed from the groups that the script makes.
+            names: parameter names on the ranks -> names on one device; None: the same names.
 
     Raises:
-        ValueError: a file that cannot be read, or that trains nothing.
-        SimError: a rank has failed, or one device.
+            ValueError: a file cannot be read, or trains nothing.
+            SimError: a rank has failed, or the one device.
     """
     asked, sources = f"cannot verify {launch.script}", [read_script(each) for each in (launch, reference)]
     if sources[0] is None or sources[1] is None:
@@ -432,7 +432,7 @@ def verify_script(
 
 
 class _ReferenceFailed(SimError):
-    """One device has failed, and no rank."""
+    """Failure of the one-device reference, not of a rank."""
 
 
 def _prove(loop: _ScriptLoop) -> Report:
@@ -464,7 +464,7 @@ def _no_steps(script: str, who: str) -> tuple[str, str, str, str]:
 
 
 def _groups_of(ranks: World) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the groups that ranks have made, those that they never used, too."""
+    """Yield the axis and members of each process group, unused ones included."""
     for context in ranks.contexts:
         for group in context.c10d.pg_map:
             members = tuple(sorted(context.c10d.pg_group_ranks.get(group, ())))
@@ -473,7 +473,7 @@ def _groups_of(ranks: World) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _told_by_values(loop: LoopRecord, expected: LoopRecord) -> LoopRecord:
-    """Name the outermost modules of a rank as one device does."""
+    """Rename the outermost modules of a rank to the one device's names, matched by parameter values."""
     roots: dict[str, dict[str, torch.Tensor]] = {root: {} for root in loop.roots}
     for name, tensor in loop.initial.items():
         root = loop.root_of(name)
@@ -482,7 +482,7 @@ def _told_by_values(loop: LoopRecord, expected: LoopRecord) -> LoopRecord:
 
 
 def _grows(expected: LoopRecord, loops: Sequence[LoopRecord]) -> bool:
-    """Whether each rank was given as many rows as one device, and not the same."""
+    """Return True if each rank takes as many rows as one device, and different ones."""
     first = [next(iter(loop.steps[0].calls.values()), [None])[0] for loop in (expected, *loops) if loop.steps]
     tensors = [tensor for tensor in first if tensor is not None]
     return (
@@ -493,7 +493,7 @@ def _grows(expected: LoopRecord, loops: Sequence[LoopRecord]) -> bool:
 
 
 def _of_one_value(expected: LoopRecord) -> list[str]:
-    """Say which arguments of outermost modules had one value in all steps, as a mask that masks nothing."""
+    """Return a note on inputs that had one value in all steps, e.g. a mask of ones, behind which a fault may hide."""
     found = []
     for path, side, way in expected.steps[0].calls:
         if side == "input" and path in expected.roots:
@@ -524,7 +524,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def mesh_of_groups(size: int, groups: Iterable[tuple[str, tuple[int, ...]]]) -> Layout | None:
-    """Return the mesh with the fewest axes of which each group is an axis, or several; None: there is none.
+    """Return the mesh with the fewest axes on which each group spans one or more axes; None if there is none.
 
     >>> mesh_of_groups(4, [("dp", (0, 2)), ("dp", (1, 3)), ("1: ranks 2-3", (2, 3))])
     Layout((2, 2), ('dp', 'axis1'))
@@ -532,8 +532,8 @@ def mesh_of_groups(size: int, groups: Iterable[tuple[str, tuple[int, ...]]]) -> 
     True
 
     Args:
-        size: how many ranks there are.
-        groups: what each group is called, and its ranks.
+            size: number of ranks.
+            groups: name and ranks of each group.
     """
     called: dict[frozenset[int], str] = {}
     for name, ranks in groups:
@@ -554,7 +554,7 @@ def mesh_of_groups(size: int, groups: Iterable[tuple[str, tuple[int, ...]]]) -> 
 
 
 def _factors(size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a number as a product, in every order.
+    """Yield the ordered factorizations of a number.
 
     >>> list(_factors(4))
     [(4,), (2, 2)]
