@@ -33,9 +33,9 @@ Ranks = npt.NDArray[np.int64]
 _LOCK = threading.Lock()
 
 
-# Meshes of `split_world` by default process group. Each rank has a separate default group, so ranks share no state
-# here; all access is under the lock. The meshes are weak, because each holds groups, possibly the default group. A mesh
-# that is made again finds its groups again.
+# Meshes of `split_world` by default process group: no state of a rank, because each rank has a separate default group.
+# All access is under the lock. The meshes are weak, because each holds groups, possibly the default group. A mesh that
+# is made again finds its groups again.
 _WORLD_MESHES = WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[tuple[str, int], DeviceMesh]]()
 
 
